@@ -1,0 +1,12 @@
+"""The engines: one module each, behind the Protocol of base.py."""
+
+from __future__ import annotations
+
+from orchestrator.engines.base import Diagnosis, Engine, EngineStats, Fact, LaunchPlan, TrialStatus
+from orchestrator.engines.llamacpp import LlamaCpp
+from orchestrator.engines.sglang import SGLang
+from orchestrator.engines.vllm import VLLM
+
+ENGINES: dict[str, Engine] = {engine.kind: engine for engine in (VLLM(), SGLang(), LlamaCpp())}
+
+__all__ = ["ENGINES", "Diagnosis", "Engine", "EngineStats", "Fact", "LaunchPlan", "TrialStatus"]

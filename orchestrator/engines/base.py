@@ -1,0 +1,136 @@
+"""What every engine module has in common: the Protocol and the frozen data that passes through it.
+
+An engine is a program that is started, never a library that is imported. Its module is three pure functions:
+a command line from a spec, counters from a metrics page, and an explanation from a log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+from orchestrator.config import EngineSpec
+
+
+class TrialStatus(StrEnum):
+    """How a trial ended. Only `infrastructure` is tried again."""
+
+    COMPLETE = "complete"
+    PRUNED = "pruned"
+    REFUSED = "refused"
+    UNFIT = "unfit"
+    FAILED = "failed"
+    INFRASTRUCTURE = "infrastructure"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """One engine start, as data. `env` is what is added to the inherited environment.
+
+    parallel_size is the number of GPUs the command line asks for (tensor x pipeline parallel); proposals the number
+    of draft tokens proposed per step, comparable between engines (None: no speculation).
+    api_key_variable or api_key_flag says how the engine is told its key; the key itself is made at the start.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    base_url: str
+    log_path: Path
+    model_name: str
+    path_prefix: str | None = None
+    parallel_size: int = 1
+    proposals: int | None = None
+    synthetic_acceptance: bool = False
+    api_key_variable: str | None = None
+    api_key_flag: str | None = None
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counters as read from the engine since its start; None when the engine does not tell.
+
+    All are cumulative token or event counts except start_time_s (seconds since the epoch, tells a restart) and
+    kv_tokens (capacity, tokens). accepted_by_position[i] counts drafts whose token i was accepted.
+    acceptance_length_gauge is a lifetime or interval mean, used only when no counter exists.
+    """
+
+    prompt_tokens: float | None = None
+    generation_tokens: float | None = None
+    prefix_hit_tokens: float | None = None
+    drafts: float | None = None
+    draft_tokens: float | None = None
+    accepted_tokens: float | None = None
+    accepted_by_position: tuple[float, ...] | None = None
+    preemptions: float | None = None
+    requests_running: float | None = None
+    requests_waiting: float | None = None
+    kv_tokens: float | None = None
+    acceptance_length_gauge: float | None = None
+    start_time_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """One number read from a log or page, with where it came from (the raw line or metric name)."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """Why an engine ended, or what its log tells while it lives.
+
+    status is COMPLETE with cause None for a log without a fault. `facts` keys carry their unit: model_gib,
+    kv_available_gib, kv_needed_gib, kv_shortfall_gib, kv_tokens, max_len_estimate_tokens, graph_gib, ...
+    `evidence` is the first real error, as the log has it.
+    """
+
+    status: TrialStatus
+    cause: str | None = None
+    summary: str = ""
+    lever: str | None = None
+    evidence: str | None = None
+    facts: Mapping[str, Fact] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """The contract of an engine module. All three methods are pure."""
+
+    kind: str
+    health_path: str
+    server_info_path: str | None
+
+    def plan(self, spec: EngineSpec, port: int, workdir: Path) -> LaunchPlan:
+        """The command line and environment that start `spec` on 127.0.0.1:`port`. Raises ConfigError."""
+
+    def stats(self, metrics_text: str | None, server_info: Mapping[str, Any] | None) -> EngineStats:
+        """Counters from a Prometheus page and, where the engine has one, its server-info document."""
+
+    def diagnose(self, log_text: str, exit_code: int | None) -> Diagnosis:
+        """Explain a log. exit_code is None while the engine runs, negative for a signal."""
+
+
+def resolve_command(spec: EngineSpec, default: list[str]) -> tuple[list[str], str | None]:
+    """The command of `spec` and the folder that must lead PATH (None: PATH as it is).
+
+    With `environment`, a first word without a slash is looked up in that engine environment's `bin`
+    (`ROOT/.engines/NAME/bin`, or NAME/bin when it is an absolute path).
+    """
+    command = list(spec.command or default)
+    if spec.environment is None:
+        return command, None
+    bin_folder = Path(spec.root) / ".engines" / spec.environment / "bin"
+    if "/" not in command[0]:
+        command[0] = str(bin_folder / command[0])
+    return command, str(bin_folder)
+
+
+def resolve_model(spec: EngineSpec) -> str:
+    """The model as the engine is told it: a path relative to the experiment's root becomes absolute when it exists."""
+    candidate = Path(spec.root) / spec.model
+    return str(candidate) if candidate.exists() else spec.model

@@ -1,0 +1,2 @@
+class LlamaCpp:
+    kind = "llamacpp"

@@ -1,0 +1,2 @@
+class SGLang:
+    kind = "sglang"

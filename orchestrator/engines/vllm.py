@@ -1,0 +1,2 @@
+class VLLM:
+    kind = "vllm"

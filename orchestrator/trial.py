@@ -1,0 +1,66 @@
+"""TrialSpec -> TrialResult: the whole experiment of one configuration in one readable function."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from orchestrator.config import TrialSpec
+from orchestrator.engines.base import Fact, TrialStatus
+from orchestrator.metrics import Measurement
+from orchestrator.verdict import Verdict
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialResult:
+    """What one trial yielded; result.json is exactly this, as strict JSON.
+
+    memory: per name a Fact with unit in the name: gpu0_peak_gib, model_gib, kv_available_gib, kv_tokens, graph_gib,
+    host_rss_peak_gib. phases_s: seconds spent in starting, warming, measuring, stopping.
+    launch: argv, env added (secrets masked), log path. provenance: host, GPUs, driver, versions, git commit.
+    verdicts: per workload; verdict: the worst of them.
+    """
+
+    spec: TrialSpec
+    status: TrialStatus
+    cause: str | None = None
+    reason: str | None = None
+    lever: str | None = None
+    evidence: str | None = None
+    measurements: Mapping[str, Measurement] = field(default_factory=dict)
+    verdicts: Mapping[str, Verdict] = field(default_factory=dict)
+    verdict: Verdict | None = None
+    memory: Mapping[str, Fact] = field(default_factory=dict)
+    memory_series: Mapping[str, list[tuple[float, float]]] = field(default_factory=dict)
+    facts: Mapping[str, Fact] = field(default_factory=dict)
+    proposals: int | None = None
+    synthetic_acceptance: bool = False
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+    started_at: str = ""
+    ended_at: str = ""
+    launch: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    workdir: str = ""
+
+_RESULT = TypeAdapter(TrialResult)
+
+
+def to_json(result: TrialResult) -> str:
+    """The result as strict JSON: no NaN, absent is null."""
+    document = {"schema_version": SCHEMA_VERSION, **_RESULT.dump_python(result, mode="json")}
+    return json.dumps(document, allow_nan=False, indent=1, ensure_ascii=False)
+
+
+def from_json(text: str | bytes) -> TrialResult:
+    """Read what `to_json` wrote. Raises ValueError on another schema version or a torn file."""
+    document = json.loads(text)
+    version = document.pop("schema_version", None)
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"result.json has schema_version {version}, this program reads {SCHEMA_VERSION}")
+    return _RESULT.validate_python(document)
