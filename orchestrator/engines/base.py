@@ -99,7 +99,7 @@ class Diagnosis:
 
 
 class Engine(Protocol):
-    """The contract of an engine module. All three methods are pure."""
+    """The contract of an engine module. All methods are pure."""
 
     kind: str
     health_path: str
@@ -107,6 +107,9 @@ class Engine(Protocol):
 
     def plan(self, spec: EngineSpec, port: int, workdir: Path) -> LaunchPlan:
         """The command line and environment that start `spec` on 127.0.0.1:`port`. Raises ConfigError."""
+
+    def help_command(self, spec: EngineSpec) -> tuple[str, ...]:
+        """The command whose output names every flag of the installed engine, for `flags.check_flags`."""
 
     def stats(self, metrics_text: str | None, server_info: Mapping[str, Any] | None) -> EngineStats:
         """Counters from a Prometheus page and, where the engine has one, its server-info document."""

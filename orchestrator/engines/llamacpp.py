@@ -1,2 +1,98 @@
+"""llama.cpp's server: its command line, its metrics page, its log. Facts hold for build b11434."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config import EngineSpec
+from orchestrator.engines.base import Diagnosis, EngineStats, LaunchPlan, TrialStatus, resolve_command, resolve_model
+from orchestrator.engines.flags import argument, refuse_owned, render_args, scalar, whole_number
+
+_OWNED = {
+    "--host": "an engine listens on 127.0.0.1 only",
+    "--port": "use placement.ports",
+    "--model": "use engine.model",
+    "-m": "use engine.model",
+    "--alias": "use engine.served_model_name",
+    "-a": "use engine.served_model_name",
+    "--api-key": "a random key is made for every start",
+    "--api-key-file": "a random key is made for every start",
+    "--metrics": "it is always on",
+}
+# Flags that take on/off/auto as a word; every other boolean is --x or --no-x.
+_WORDS = {"--flash-attn", "-fa", "--fit", "-fit", "--log-colors", "--reasoning", "-rea"}
+
+
 class LlamaCpp:
+    """`llama-cpp-server -m MODEL.gguf ...`."""
+
     kind = "llamacpp"
+    health_path = "/health"
+    server_info_path: str | None = "/props"
+
+    def plan(self, spec: EngineSpec, port: int, workdir: Path) -> LaunchPlan:
+        """The command line that starts `spec` on 127.0.0.1:`port`. Raises ConfigError."""
+        refuse_owned("llama.cpp", spec.args, _OWNED)
+        command, path_prefix = resolve_command(spec, ["llama-cpp-server"])
+        if command[-1] not in ("-m", "--model"):
+            command.append("-m")
+        model = resolve_model(spec)
+        name = spec.served_model_name or model
+        argv = [*command, model, "--host", "127.0.0.1", "--port", str(port), "--metrics", "--alias", name]
+        return LaunchPlan(
+            argv=(*argv, *render_args(spec.args, _render)),
+            env=dict(spec.env),
+            base_url=f"http://127.0.0.1:{port}",
+            log_path=workdir / "engine.log",
+            model_name=name,
+            path_prefix=path_prefix,
+            proposals=_proposals(spec.args),
+            synthetic_acceptance=argument(spec.args, "spec-synth-len", "spec-synth-rates") is not None,
+            api_key_variable="LLAMA_API_KEY",
+        )
+
+    def help_command(self, spec: EngineSpec) -> tuple[str, ...]:
+        """The command whose output names every flag of the installed engine."""
+        command, _ = resolve_command(spec, ["llama-cpp-server"])
+        return (*(word for word in command if word not in ("-m", "--model")), "--help")
+
+    def stats(self, metrics_text: str | None, server_info: Mapping[str, Any] | None) -> EngineStats:
+        return EngineStats()
+
+    def diagnose(self, log_text: str, exit_code: int | None) -> Diagnosis:
+        return Diagnosis(status=TrialStatus.COMPLETE if exit_code is None else TrialStatus.FAILED)
+
+
+def _render(flag: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        if flag in _WORDS:
+            return [flag, "on" if value else "off"]
+        return [flag if value else f"--no-{flag.lstrip('-')}"]
+    if isinstance(value, list):
+        return [flag, ",".join(scalar(item) for item in value)]
+    return [flag, scalar(value)]
+
+
+# Per speculative type: the flag that bounds the tokens proposed at a time, and its default.
+_DRAFT_LIMIT = {
+    "ngram-simple": ("spec-ngram-simple-size-m", 48),
+    "ngram-map-k": ("spec-ngram-map-k-size-m", 48),
+    "ngram-map-k4v": ("spec-ngram-map-k4v-size-m", 48),
+    "ngram-mod": ("spec-ngram-mod-n-max", 64),
+}
+
+
+def _proposals(args: Mapping[str, Any]) -> int | None:
+    """The largest number of tokens that any of the chosen speculators proposes at a time."""
+    types = argument(args, "spec-type")
+    names = types if isinstance(types, list) else str(types or "").split(",")
+    if types is None and argument(args, "spec-draft-model", "-md", "model-draft") is not None:
+        names = ["draft-simple"]
+    limits = []
+    for name in names:
+        if name and name != "none":
+            flag, default = _DRAFT_LIMIT.get(name, ("spec-draft-n-max", 3))
+            limits.append(whole_number("llama.cpp", args, flag, default=default) or default)
+    return max(limits, default=None)

@@ -1,0 +1,112 @@
+"""Engine arguments -> argv, and argv -> complaints. Each engine spells booleans, lists and names in its own way.
+
+`args` of an EngineSpec keep the engine's own names; this room only knows how they are written on a command line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from orchestrator.errors import ConfigError
+
+# A renderer gets the flag as it is written (--max-model-len) and a value that is neither None nor a dict.
+Renderer = Callable[[str, Any], list[str]]
+
+
+def flag_name(key: str) -> str:
+    """`max_model_len` -> `--max-model-len`; `c` -> `-c`; a key that begins with a dash stays as it is.
+
+    Behind a dot stands a key of a JSON value (vLLM: `speculative-config.num_speculative_tokens`), kept unchanged.
+    """
+    if key.startswith("-"):
+        return key
+    head, dot, tail = key.partition(".")
+    return f"-{head}" if len(head) == 1 and not dot else f"--{head.replace('_', '-')}{dot}{tail}"
+
+
+def render_args(args: Mapping[str, Any], render: Renderer) -> list[str]:
+    """`args` in their order as command-line words: null is left out, a dict becomes one compact JSON word."""
+    argv: list[str] = []
+    for key, value in args.items():
+        if value is None:
+            continue
+        flag = flag_name(key)
+        argv += [flag, compact_json(value)] if isinstance(value, Mapping) else render(flag, value)
+    return argv
+
+
+def scalar(value: Any) -> str:
+    """One value as one command-line word; containers as compact JSON."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return compact_json(value) if isinstance(value, Mapping | list | tuple) else str(value)
+
+
+def compact_json(value: Any) -> str:
+    """JSON without spaces, as the published command lines have it; null entries of a dict are left out."""
+    return json.dumps(_without_null(value), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _without_null(v) for k, v in value.items() if v is not None}
+    return [_without_null(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def refuse_owned(kind: str, args: Mapping[str, Any], owned: Mapping[str, str]) -> None:
+    """Raise ConfigError when `args` sets a flag that this program sets itself. owned: flag -> what to use instead."""
+    for key in args:
+        instead = owned.get(flag_name(key))
+        if instead is not None:
+            raise ConfigError(f"engine.args.{key}: {kind}'s {flag_name(key)} is set by this program; {instead}")
+
+
+def argument(args: Mapping[str, Any], *names: str) -> Any:
+    """The value of the first of `names` that `args` sets (any spelling of `_` and `-`), else None."""
+    spelled = {flag_name(key): value for key, value in args.items() if value is not None}
+    return next((spelled[flag_name(name)] for name in names if flag_name(name) in spelled), None)
+
+
+def whole_number(kind: str, args: Mapping[str, Any], *names: str, default: int | None = None) -> int | None:
+    """Like `argument`, as a whole number of 1 or more. Raises ConfigError for anything else."""
+    value = argument(args, *names)
+    if value is None:
+        return default
+    text = str(value)
+    if isinstance(value, bool) or not re.fullmatch(r"[1-9]\d*", text):
+        raise ConfigError(f"engine.args.{names[0]}: found {value!r}, {kind} needs a whole number of 1 or more")
+    return int(text)
+
+
+# A flag in a help text: at the start of a word, in usage brackets, or in a list of spellings.
+_FLAG = re.compile(r"(?<![\w/.-])-{1,2}[A-Za-z][\w-]*")
+
+
+def known_flags(help_text: str) -> set[str]:
+    """Every flag that a help text names (argparse usage and option lists, llama.cpp's table)."""
+    return set(_FLAG.findall(help_text))
+
+
+def check_flags(argv_flags: Sequence[str], help_text: str) -> list[str]:
+    """One sentence for each word of `argv_flags` that looks like a flag and is not in `help_text`.
+
+    A flag with a dot is looked up by the part before it. Says the nearest valid name when there is one.
+    """
+    known = known_flags(help_text)
+    complaints = []
+    for flag in dict.fromkeys(flags_in(argv_flags)):
+        name = flag.split("=", 1)[0].split(".", 1)[0]
+        spellings = {name, name[:2] + name[2:].replace("_", "-")}
+        if not spellings & known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            complaints.append(f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else ""))
+    return complaints
+
+
+def flags_in(argv: Iterable[str]) -> list[str]:
+    """The words of a command line that are flags, in order; negative numbers and JSON are values."""
+    return [word for word in argv if re.match(r"--?[A-Za-z]", word)]
