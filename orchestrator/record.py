@@ -1,0 +1,233 @@
+"""TrialResult -> the params, metrics, series and tags that a tracking store can hold. Pure; knows no store.
+
+Everything here is finite, short enough and named in a safe character set, so that one odd value never costs the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from orchestrator.config import TrialSpec, flatten
+from orchestrator.metrics import Measurement, Quantity
+from orchestrator.trial import TrialResult
+
+# A param longer than this is unreadable in a table; the whole value is kept as an artifact.
+MAX_PARAM_CHARS = 500
+MAX_TAG_CHARS = 1000
+MAX_NAME_CHARS = 200
+# A chart needs no more; the full series is in result.json.
+MAX_SAMPLES = 200
+
+_SECRET_ENV = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
+_SECRET_ARG = re.compile(r"api[-_]?key|(hf|auth|access)[-_]token|secret|password", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One value of a stepped series. time_s: seconds since the start of the trial, None when it has no own time."""
+
+    name: str
+    value: float
+    step: int
+    time_s: float | None = None
+
+
+def identity(result: TrialResult) -> str:
+    """What tells this execution from every other one, launches of the same point included."""
+    text = json.dumps([result.spec.name, result.spec.key, result.started_at, result.workdir])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def epoch_ms(timestamp: str) -> int | None:
+    """An ISO 8601 time as milliseconds since the epoch; None when there is none."""
+    if not timestamp:
+        return None
+    return int(datetime.fromisoformat(timestamp).timestamp() * 1000)
+
+
+def safe_names(names: Iterable[str]) -> dict[str, str]:
+    """Each name -> one of letters, digits, `_`, `-`, `.` and `/`; different names stay different."""
+    wanted = list(dict.fromkeys(names))
+    safe = {name: _safe(name) for name in wanted}
+    unchanged = {name for name in wanted if safe[name] == name}
+    counts: dict[str, int] = {}
+    for name in wanted:
+        counts[safe[name]] = counts.get(safe[name], 0) + 1
+    return {
+        name: new if name in unchanged or counts[new] == 1 else f"{new}.{_digest(name)}" for name, new in safe.items()
+    }
+
+
+def _safe(name: str) -> str:
+    parts = [re.sub(r"[^A-Za-z0-9_.\-]", "_", part) for part in name.split("/")]
+    parts = ["_" * len(part) if set(part) <= {"."} else part for part in parts if part]
+    text = "/".join(parts) or "_"
+    return text if len(text) <= MAX_NAME_CHARS else f"{text[:MAX_NAME_CHARS]}.{_digest(name)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+
+
+def params(spec: TrialSpec) -> tuple[dict[str, str], dict[str, str]]:
+    """The flattened engine, placement and workloads: (params, whole texts of those too long for one).
+
+    Absent values are left out. Secrets are masked. Keys of the second are those of the first.
+    """
+    tree = {"engine": asdict(spec.engine), "placement": asdict(spec.placement)}
+    tree["workloads"] = {name: asdict(workload) for name, workload in spec.workloads.items()}
+    flat = {key: value for key, value in flatten(tree).items() if value is not None and value != {}}
+    names = safe_names(flat)
+    short: dict[str, str] = {}
+    whole: dict[str, str] = {}
+    for key, value in flat.items():
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        if _is_secret(key):
+            text = "***"
+        if len(text) > MAX_PARAM_CHARS:
+            whole[names[key]] = text
+            text = f"{text[:80]}... ({len(text)} characters, sha256 {_digest(text)}, see params/{names[key]}.txt)"
+        short[names[key]] = text
+    return short, whole
+
+
+def _is_secret(key: str) -> bool:
+    if key.startswith("engine.env."):
+        return bool(_SECRET_ENV.search(key.removeprefix("engine.env.")))
+    return key.startswith("engine.args.") and bool(_SECRET_ARG.search(key))
+
+
+def metrics(result: TrialResult) -> dict[str, float]:
+    """`workload/name` with `.low` and `.high`, `memory/name`, `log/name`, `phases/name`. Finite values only."""
+    found: dict[str, float | None] = {}
+    for workload, measurement in result.measurements.items():
+        for name, quantity in measurement.metrics.items():
+            if quantity is not None and math.isfinite(quantity.value):
+                found[f"{workload}/{name}"] = quantity.value
+                found[f"{workload}/{name}.low"] = quantity.low
+                found[f"{workload}/{name}.high"] = quantity.high
+        found.update({f"{workload}/cold/{name}": value for name, value in measurement.cold.items()})
+    found.update({f"memory/{name}": fact.value for name, fact in result.memory.items()})
+    found.update({f"log/{name}": fact.value for name, fact in result.facts.items()})
+    found.update({f"phases/{name}_s": value for name, value in result.phases_s.items()})
+    finite = {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
+    names = safe_names(finite)
+    return {names[name]: value for name, value in finite.items()}
+
+
+def series(result: TrialResult) -> list[Sample]:
+    """Repeats over their index, acceptance over the draft position (from 0), memory over time (peaks kept)."""
+    samples: list[Sample] = []
+    for workload, measurement in result.measurements.items():
+        for name, values in measurement.repeats.items():
+            samples += [Sample(name=f"{workload}/{name}.by_repeat", value=v, step=r) for r, v in _finite(values)]
+        by_position = measurement.acceptance_by_position or ()
+        samples += [Sample(name=f"{workload}/acceptance_by_position", value=v, step=i) for i, v in _finite(by_position)]
+    for name, points in result.memory_series.items():
+        kept = [(t, v) for t, v in points if math.isfinite(t) and math.isfinite(v)]
+        samples += [
+            Sample(name=f"memory/{name}.over_time", value=v, step=i, time_s=t) for i, (t, v) in enumerate(_thin(kept))
+        ]
+    names = safe_names(s.name for s in samples)
+    return [replace(s, name=names[s.name]) for s in samples]
+
+
+def _finite(values: Iterable[float | None]) -> Iterator[tuple[int, float]]:
+    return ((i, float(v)) for i, v in enumerate(values) if v is not None and math.isfinite(v))
+
+
+def _thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most MAX_SAMPLES points: the peak of each stretch, so that a short spike is never lost."""
+    width = math.ceil(len(points) / MAX_SAMPLES) or 1
+    return [max(points[i : i + width], key=lambda point: point[1]) for i in range(0, len(points), width)]
+
+
+def nonfinite(result: TrialResult) -> list[str]:
+    """Names of the metrics that had a value which no store can hold, and so are recorded as absent."""
+    return sorted(
+        f"{workload}/{name}"
+        for workload, measurement in result.measurements.items()
+        for name, quantity in measurement.metrics.items()
+        if quantity is not None and not math.isfinite(quantity.value)
+    )
+
+
+def spec_tags(spec: TrialSpec) -> dict[str, str]:
+    """Tags that are known before the trial runs. `point` says what differs from the rest of the campaign."""
+    point = ", ".join(f"{key.rsplit('.', 1)[-1]}={_brief(value)}" for key, value in spec.params.items())
+    return {"kind": "trial", "key": spec.key, "engine": spec.engine.kind, "point": point[:MAX_TAG_CHARS]}
+
+
+def result_tags(result: TrialResult) -> dict[str, str]:
+    """Tags that tell how the trial ended. Absent is left out."""
+    verdict = result.verdict
+    found = {
+        "result": identity(result),
+        "status": str(result.status),
+        "cause": result.cause,
+        "reason": result.reason,
+        "lever": result.lever,
+        "verdict": str(verdict.level) if verdict else None,
+        "verdict_reasons": ", ".join(r.code for r in verdict.reasons) if verdict else None,
+        "nonfinite": ", ".join(nonfinite(result)),
+        "synthetic_acceptance": "true" if result.synthetic_acceptance else None,
+        "mlflow.note.content": note(result),
+    }
+    return {key: value[:MAX_TAG_CHARS] for key, value in found.items() if value}
+
+
+def note(result: TrialResult) -> str:
+    """What a person reads first on the page of a run: how it ended, why, what helps, the command line."""
+    lines = [f"**{result.spec.name}**: {result.status}" + (f", {result.cause}" if result.cause else "")]
+    lines += [text for text in (result.reason, result.lever and f"What helps: {result.lever}") if text]
+    if result.verdict:
+        lines += [f"{reason.code}: {reason.detail}" for reason in result.verdict.reasons]
+    if argv := result.launch.get("argv"):
+        lines.append("`" + " ".join(str(word) for word in argv) + "`")
+    return "\n\n".join(lines)
+
+
+def finite(result: TrialResult) -> TrialResult:
+    """The same result with every number that is not finite made absent, so that it is strict JSON."""
+    return replace(result, measurements={name: _finite_measurement(m) for name, m in result.measurements.items()})
+
+
+def _finite_measurement(measurement: Measurement) -> Measurement:
+    return replace(
+        measurement,
+        metrics={name: _finite_quantity(quantity) for name, quantity in measurement.metrics.items()},
+        repeats={name: tuple(map(_finite_or_none, values)) for name, values in measurement.repeats.items()},
+        cold={name: _finite_or_none(value) for name, value in measurement.cold.items()},
+    )
+
+
+def _finite_quantity(quantity: Quantity | None) -> Quantity | None:
+    if quantity is None or not math.isfinite(quantity.value):
+        return None
+    return replace(quantity, low=_finite_or_none(quantity.low), high=_finite_or_none(quantity.high))
+
+
+def _finite_or_none(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _brief(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def headline(measurements: Mapping[str, Measurement], workload: str | None) -> dict[str, float]:
+    """The metrics of one workload under their bare names, which a filter finds without quoting."""
+    measurement = measurements.get(workload or "") or next(iter(measurements.values()), None)
+    if measurement is None:
+        return {}
+    quantities = {name: q for name, q in measurement.metrics.items() if q is not None and math.isfinite(q.value)}
+    names = safe_names(quantities)
+    return {names[name]: quantity.value for name, quantity in quantities.items()}
