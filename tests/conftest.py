@@ -1,0 +1,150 @@
+"""Fixtures that every test may use: a stand-in engine on loopback, and an environment without the user's settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
+_OURS = ("VLLM_", "SGLANG_", "LLAMA_", "FAKE_ENGINE", "MLFLOW_", "RAY_", "HF_", "CUDA_", "NCCL_", "ORCHESTRATOR_")
+_FOUND = [name for name in os.environ if name.startswith(_OURS) or name.upper().endswith(("_PROXY", "_API_KEY"))]
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the person who runs the tests has set for engines, trackers and clusters does not reach them."""
+    for name in _FOUND:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture()
+def engine_command() -> Callable[[str], list[str]]:
+    """`engine.command` for a dialect: vllm, sglang or llamacpp. Behaviour goes into engine.env FAKE_ENGINE."""
+    return lambda dialect: [sys.executable, str(FAKE_ENGINE), dialect]
+
+
+@pytest.fixture()
+def free_port() -> Callable[[], int]:
+    """A loopback port that was free a moment ago."""
+    return _free_port
+
+
+@dataclass(frozen=True, slots=True)
+class FakeEngine:
+    """A running stand-in. base_url has no /v1."""
+
+    base_url: str
+    port: int
+    model: str
+    process: subprocess.Popen[bytes]
+    log_path: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(encoding="utf-8", errors="replace")
+
+    def get(self, path: str) -> str:
+        """Body of a GET. Raises urllib's HTTPError for a status of 400 and more."""
+        with urllib.request.urlopen(self.base_url + path, timeout=10) as answer:
+            return answer.read().decode()
+
+    def post(self, path: str, body: dict[str, Any], api_key: str | None = None) -> str:
+        """Whole body of a POST, streams included."""
+        headers = {"Content-Type": "application/json"}
+        if api_key:
+            headers["Authorization"] = f"Bearer {api_key}"
+        request = urllib.request.Request(self.base_url + path, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.read().decode()
+
+
+@pytest.fixture()
+def fake_engine(tmp_path: Path) -> Iterator[Callable[..., FakeEngine]]:
+    """start(dialect="vllm", *flags, model="org/model", env=None, wait=True, **behaviour) -> FakeEngine.
+
+    Keyword arguments that are not named here become keys of FAKE_ENGINE. With wait, returns once /health is 200; raises
+    AssertionError with the log when the program ends first. Every process is gone when the test is over.
+    """
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(
+        dialect: str = "vllm",
+        *flags: str,
+        model: str = "org/model",
+        env: dict[str, str] | None = None,
+        wait: bool = True,
+        **behaviour: Any,
+    ) -> FakeEngine:
+        port = _free_port()
+        named = {"vllm": [model], "sglang": ["--model-path", model], "llamacpp": ["-m", model]}[dialect]
+        log_path = tmp_path / f"fake_engine_{port}.log"
+        environment = {**os.environ, **(env or {}), "FAKE_ENGINE": json.dumps({"load_s": 0.0, **behaviour})}
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, str(FAKE_ENGINE), dialect, *named, "--port", str(port), *flags],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        started.append(process)
+        engine = FakeEngine(f"http://127.0.0.1:{port}", port, model, process, log_path)
+        if wait:
+            _wait_healthy(engine)
+        return engine
+
+    yield start
+    for process in started:
+        _reap(process)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_healthy(engine: FakeEngine, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        assert engine.process.poll() is None, f"ended with {engine.process.returncode}:\n{engine.log}"
+        try:
+            engine.get("/health")
+            return
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.05)
+    raise AssertionError(f"not healthy after {timeout_s} s:\n{engine.log}")
+
+
+def _reap(process: subprocess.Popen[bytes]) -> None:
+    """TERM, then KILL; its descendants too, each by its own pid."""
+    try:
+        family = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        family = []
+    process.terminate()
+    try:
+        process.wait(timeout=3)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(timeout=10)
+    for child in family:
+        if child.is_running():
+            child.kill()

@@ -1,0 +1,124 @@
+"""The pretended model: its tokens, its text, its prefix cache and the exact time each step takes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from fake.behaviour import Behaviour
+from fake.flags import Launch
+
+BYTES_PER_TOKEN = 4
+CHAT_TEMPLATE = ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
+GOLDEN = 0.6180339887498949
+
+_SUBJECTS = "river harbour engine gardener captain librarian winter market pilot orchestra valley lantern".split()
+_VERBS = "carries measures forgets repairs follows describes balances gathers questions remembers divides".split()
+_OBJECTS = "letters stones signals machines promises maps numbers shadows bridges seeds answers clocks".split()
+_PLACES = "near café tables|beyond the northern wall|under a naïve moon|without much delay|after the storm".split("|")
+_NAMES = "total items buffer index cursor price weight user order record queue offset ratio width node".split()
+_CALLS = "load store merge split render update check resolve append flatten encode rank".split()
+
+
+def count_tokens(prompt: str | Sequence[int]) -> int:
+    """Four bytes of text are one token; token ids count themselves."""
+    return -(-len(prompt.encode()) // BYTES_PER_TOKEN) if isinstance(prompt, str) else len(prompt)
+
+
+def token_ids(text: str) -> list[int]:
+    """Stable ids, one per four bytes."""
+    data = text.encode()
+    return [zlib.crc32(data[i : i + BYTES_PER_TOKEN]) % 49152 for i in range(0, len(data), BYTES_PER_TOKEN)]
+
+
+def _prose(rng: random.Random) -> str:
+    subject, other = rng.sample(_SUBJECTS, 2)
+    verb, also = rng.sample(_VERBS, 2)
+    return (
+        f"The {subject} {verb} {rng.choice(_OBJECTS)} {rng.choice(_PLACES)}, "
+        f"and every {other} {also} {rng.randint(2, 97)} {rng.choice(_OBJECTS)}. "
+    )
+
+
+def _code(rng: random.Random) -> str:
+    a, b, c = rng.sample(_NAMES, 3)
+    name = f"{rng.choice(_CALLS)}_{a}"
+    return (
+        f"def {name}({b}, {c}={rng.randint(0, 63)}):\n    for {a} in {b}.{rng.choice(_CALLS)}({c}):\n"
+        f"        {c} += {a} * {rng.randint(2, 19)}\n    return {rng.choice(_CALLS)}({c})\n\n"
+    )
+
+
+def write_text(seed: int, kind: str) -> Iterator[str]:
+    """Endless varied text in pieces of about a token. The same seed writes the same text."""
+    rng = random.Random(seed)
+    while True:
+        sentence = _code(rng) if kind == "code" or (kind == "mixed" and rng.random() < 0.5) else _prose(rng)
+        for start in range(0, len(sentence), BYTES_PER_TOKEN):
+            yield sentence[start : start + BYTES_PER_TOKEN]
+
+
+def escape(text: str) -> bytes:
+    """The inside of a JSON string, as UTF-8."""
+    return json.dumps(text, ensure_ascii=False).encode()[1:-1]
+
+
+@dataclass(slots=True)
+class PrefixCache:
+    """Chained hashes of whole blocks; a prompt's hits are its leading blocks that were seen before."""
+
+    block_size: int
+    capacity: int = 200_000
+    blocks: dict[int, None] = field(default_factory=dict)
+
+    def match_and_store(self, prompt: str | Sequence[int]) -> int:
+        """Tokens that need no prefill. The last token is always computed, as in the real engines."""
+        width = self.block_size * (BYTES_PER_TOKEN if isinstance(prompt, str) else 1)
+        data: bytes | tuple[int, ...] = prompt.encode() if isinstance(prompt, str) else tuple(prompt)
+        chain, hits, matching = 0, 0, True
+        for start in range(0, len(data) - width + 1, width):
+            chain = hash((chain, data[start : start + width]))
+            matching = matching and chain in self.blocks
+            hits += matching
+            self.blocks[chain] = None
+        if len(self.blocks) > self.capacity:
+            self.blocks = dict(itertools.islice(self.blocks.items(), self.capacity // 2, None))
+        full = (count_tokens(prompt) - 1) // self.block_size
+        return min(hits, full) * self.block_size
+
+
+@dataclass(slots=True)
+class Pace:
+    """Durations of one launch. With `curve` a k has exactly the decode speed that was asked for it."""
+
+    launch: Launch
+    behaviour: Behaviour
+    step_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        b, k = self.behaviour, self.launch.proposals
+        mean_tokens = 1 + sum(self.launch.acceptance)
+        if str(k) in b.curve:
+            self.step_s = mean_tokens / b.curve[str(k)]
+        else:
+            self.step_s = (1 + b.proposal_cost * k) / b.tokens_per_s
+        if b.launch_noise:
+            self.step_s *= max(0.1, random.SystemRandom().gauss(1, b.launch_noise))
+
+    def request_factor(self, number: int) -> float:
+        """Seeded, so that the same request of a second launch is as slow as in the first."""
+        noise = self.behaviour.noise
+        return max(0.1, random.Random(f"{self.behaviour.seed}-{number}").gauss(1, noise)) if noise else 1.0
+
+    def prefill_s(self, uncached_tokens: int) -> float:
+        return self.behaviour.ttft_s + uncached_tokens / self.behaviour.prefill_tok_s
+
+    def accepted(self, phase: float) -> Iterator[int]:
+        """Accepted tokens of each step: an even (golden-ratio) sequence, so that short runs hit the mean too."""
+        for number in itertools.count():
+            draw = (phase + number * GOLDEN) % 1.0
+            yield sum(1 for rate in self.launch.acceptance if rate > draw)
