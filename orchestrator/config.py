@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import yaml
 from omegaconf import MISSING, OmegaConf
@@ -253,8 +253,7 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Experiment:
 
 def trial_spec(experiment: Experiment, name: str, params: Mapping[str, Any]) -> TrialSpec:
     """The experiment with `params` (dotted key -> value) applied. Raises ConfigError on an unknown key."""
-    plain = OmegaConf.to_container(OmegaConf.structured(experiment))
-    assert isinstance(plain, dict)
+    plain = cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.structured(experiment)))
     for dotted, value in params.items():
         section = dotted.split(".", 1)[0]
         if section not in ("engine", "placement", "workloads"):
@@ -275,7 +274,7 @@ def to_yaml(experiment: Experiment) -> str:
 
 def parse_value(text: str) -> Any:
     """One YAML or JSON value as it would be read from a file."""
-    return yaml.load(text, Loader=_TextLoader)  # noqa: S506 (a SafeLoader subclass)
+    return yaml.load(text, Loader=_TextLoader)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -300,7 +299,7 @@ class _TextLoader(yaml.SafeLoader):
     Everything else (0731, 6e1234, 1.10, on, yes, dates) stays the text that was meant: an engine sees what was typed.
     """
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    yaml_implicit_resolvers = {}  # noqa: RUF012 (declared by PyYAML as an instance variable)
 
 
 def _construct_number(loader: yaml.SafeLoader, node: yaml.Node) -> int | float | str:
@@ -435,9 +434,8 @@ def _expand_ladders(tree: dict[str, Any]) -> dict[str, Any]:
 
 def _to_experiment(origin: str, merged: Any) -> Experiment:
     try:
-        plain = OmegaConf.to_container(merged, resolve=True)
-        assert isinstance(plain, dict)
-        typed = OmegaConf.merge(OmegaConf.structured(Experiment), _expand_ladders(plain))  # type: ignore[arg-type]
+        plain = cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=True))
+        typed = OmegaConf.merge(OmegaConf.structured(Experiment), _expand_ladders(plain))
         experiment = OmegaConf.to_object(typed)
     except (OmegaConfBaseException, ConfigError) as error:
         raise ConfigError(f"{origin}: {_sentence(error)}") from None

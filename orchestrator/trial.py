@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from orchestrator.config import TrialSpec
-from orchestrator.engines.base import Fact, TrialStatus
-from orchestrator.metrics import Measurement
-from orchestrator.verdict import Verdict
+from orchestrator import host, server
+from orchestrator.config import TrialSpec, Workload
+from orchestrator.engines import ENGINES
+from orchestrator.engines.base import Diagnosis, Fact, TrialStatus
+from orchestrator.errors import ConfigError, EngineFailure, MachineError
+from orchestrator.measure import Stalled, Surroundings, WorkloadRun, measure
+from orchestrator.metrics import Measurement, RequestTrace
+from orchestrator.server import Server
+from orchestrator.verdict import Verdict, worst
 
 SCHEMA_VERSION = 1
+MEMORY_FACTS = ("model_gib", "kv_available_gib", "kv_tokens", "graph_gib", "peak_activation_gib", "max_concurrency")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +59,9 @@ class TrialResult:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     workdir: str = ""
 
+
 _RESULT = TypeAdapter(TrialResult)
+_TRACES = TypeAdapter(list[RequestTrace])
 
 
 def to_json(result: TrialResult) -> str:
@@ -64,3 +77,211 @@ def from_json(text: str | bytes) -> TrialResult:
     if version != SCHEMA_VERSION:
         raise ValueError(f"result.json has schema_version {version}, this program reads {SCHEMA_VERSION}")
     return _RESULT.validate_python(document)
+
+
+OnProgress = Callable[[str, int, int], None]
+OnMeasurement = Callable[[str, Measurement], bool]
+
+
+def run(
+    spec: TrialSpec,
+    workdir: Path,
+    *,
+    gpu_ids: tuple[str, ...] = (),
+    engine_version: str | None = None,
+    on_progress: OnProgress = lambda _phase, _done, _total: None,
+    on_measurement: OnMeasurement = lambda _workload, _measurement: True,
+) -> TrialResult:
+    """Start the engine, measure every workload on it, stop it, and say what happened.
+
+    gpu_ids are the GPUs that Ray assigned. on_progress(phase, done, total) reports starting, warming, measuring and
+    stopping; on_measurement(workload, so_far) is asked after every repeat and ends the trial (pruned) with False.
+    Never raises for a fault of the engine or the machine: that is a result. Writes result.json last.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    engine = ENGINES[spec.engine.kind]
+    story = _Story(spec=spec, workdir=workdir, engine_version=engine_version, on_progress=on_progress)
+    story.enter("starting")
+    try:
+        with (
+            server.running(
+                engine,
+                spec.engine,
+                workdir=workdir,
+                ports=(spec.placement.ports[0], spec.placement.ports[1]),
+                gpu_ids=gpu_ids,
+                on_start=story.engine_started(gpu_ids),
+            ) as running,
+            story.stopping_afterwards(),
+        ):
+            for name, workload in spec.workloads.items():
+                story.measure(running, name, workload, on_measurement)
+                running.check_alive()
+                if story.outcome.status is not TrialStatus.COMPLETE:
+                    break
+    except EngineFailure as failure:
+        story.outcome = failure.diagnosis
+    except Stalled as stalled:
+        story.keep(stalled.workload, stalled.run)
+        story.outcome = Diagnosis(status=TrialStatus.FAILED, cause="no_token", summary=str(stalled))
+    except (MachineError, ConfigError, OSError) as error:
+        cause = "machine" if not isinstance(error, ConfigError) else "configuration"
+        story.outcome = Diagnosis(status=TrialStatus.INFRASTRUCTURE, cause=cause, summary=str(error))
+    result = story.told()
+    write_result(result, workdir)
+    return result
+
+
+@dataclass(slots=True, kw_only=True)
+class _Story:
+    """What happened so far in one trial; becomes a TrialResult."""
+
+    spec: TrialSpec
+    workdir: Path
+    engine_version: str | None
+    on_progress: OnProgress
+    outcome: Diagnosis = field(default_factory=lambda: Diagnosis(status=TrialStatus.COMPLETE))
+    server: Server | None = None
+    sampler: host.MemorySampler | None = None
+    runs: dict[str, WorkloadRun] = field(default_factory=dict)
+    facts: dict[str, Fact] = field(default_factory=dict)
+    phases_s: dict[str, float] = field(default_factory=dict)
+    started_at: str = field(default_factory=lambda: _now())
+    _phase: str = ""
+    _entered_s: float = 0.0
+
+    def enter(self, phase: str) -> None:
+        now = time.monotonic()
+        if self._phase:
+            self.phases_s[self._phase] = round(self.phases_s.get(self._phase, 0.0) + now - self._entered_s, 3)
+        self._phase, self._entered_s = phase, now
+        if phase:
+            self.on_progress(phase, 0, 0)
+
+    def engine_started(self, gpu_ids: tuple[str, ...]) -> Callable[[Server], None]:
+        """Called between the start and readiness, so that memory is sampled from the first moment."""
+
+        def remember(started: Server) -> None:
+            self.server = started
+            self.sampler = host.MemorySampler(pid=started.keeper.pid, gpu_ids=gpu_ids)
+            self.sampler.start()
+            write_text(self.workdir / "plan.json", json.dumps(server.launch_record(started.plan), indent=1))
+
+        return remember
+
+    @contextlib.contextmanager
+    def stopping_afterwards(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.enter("stopping")
+
+    def measure(self, running: Server, name: str, workload: Workload, on_measurement: OnMeasurement) -> None:
+        def progress(phase: str, done: int, total: int) -> None:
+            if phase != self._phase:
+                self.enter(phase)
+            self.on_progress(phase, done, total)
+
+        def go_on(so_far: Measurement) -> bool:
+            if on_measurement(name, so_far):
+                return True
+            self.outcome = Diagnosis(
+                status=TrialStatus.PRUNED, cause="clearly_worse", summary="clearly worse than the best"
+            )
+            return False
+
+        plan = running.plan
+        surroundings = Surroundings(
+            log_text=running.log_text,
+            foreign_gpu_users=lambda: self._foreign_users(running),
+            check_alive=running.check_alive,
+            proposals=plan.proposals,
+            method=plan.method,
+            synthetic_acceptance=plan.synthetic_acceptance,
+        )
+        run = measure(
+            running.target,
+            running.engine,
+            name,
+            workload,
+            surroundings=surroundings,
+            on_progress=progress,
+            on_repeat=go_on,
+        )
+        self.keep(name, run)
+        if run.measurement.num_failed and run.measurement.num_failed == run.measurement.num_requests:
+            running.check_alive()
+            self.outcome = Diagnosis(
+                status=TrialStatus.FAILED,
+                cause="no_successful_request",
+                summary=f"{name}: none of its {run.measurement.num_requests} requests succeeded, the first with: "
+                f"{run.measurement.first_error}",
+            )
+
+    def _foreign_users(self, running: Server) -> tuple[str, ...]:
+        gpu_ids = self.sampler.gpu_ids if self.sampler else ()
+        return host.foreign_users(gpu_ids, running.pids()) if gpu_ids else ()
+
+    def keep(self, name: str, run: WorkloadRun) -> None:
+        self.runs[name] = run
+        lines = (
+            json.dumps({"workload": name, **trace}) for trace in _TRACES.dump_python(list(run.traces), mode="json")
+        )
+        with (self.workdir / "traces.jsonl").open("a", encoding="utf-8") as traces:
+            traces.writelines(f"{line}\n" for line in lines)
+
+    def told(self) -> TrialResult:
+        self.enter("")
+        if self.sampler:
+            self.sampler.stop()
+        plan = self.server.plan if self.server else None
+        outcome = self.outcome
+        if self.server:
+            alive = self.server.engine.diagnose(self.server.log_text(), None)
+            self.facts = {**alive.facts, **outcome.facts}
+            if outcome.status is TrialStatus.COMPLETE and alive.cause:
+                outcome = replace(alive, status=TrialStatus.COMPLETE)
+            remains = [*self.server.held, *(f"pid {pid} could not be killed" for pid in self.server.left)]
+            if remains:
+                outcome = replace(
+                    outcome, status=TrialStatus.INFRASTRUCTURE, cause="not_released", summary="; ".join(remains)
+                )
+        verdicts = {name: run.verdict for name, run in self.runs.items()}
+        memory = {name: fact for name, fact in self.facts.items() if name in MEMORY_FACTS}
+        return TrialResult(
+            spec=self.spec,
+            status=outcome.status,
+            cause=outcome.cause,
+            reason=outcome.summary or None,
+            lever=outcome.lever,
+            evidence=outcome.evidence,
+            measurements={name: run.measurement for name, run in self.runs.items()},
+            verdicts=verdicts,
+            verdict=worst(verdicts.values()),
+            memory={**memory, **(self.sampler.peaks() if self.sampler else {})},
+            memory_series=self.sampler.series if self.sampler else {},
+            facts=self.facts,
+            proposals=plan.proposals if plan else None,
+            synthetic_acceptance=plan.synthetic_acceptance if plan else False,
+            phases_s=self.phases_s,
+            started_at=self.started_at,
+            ended_at=_now(),
+            launch=server.launch_record(plan) if plan else {},
+            provenance=host.provenance(self.engine_version),
+            workdir=str(self.workdir),
+        )
+
+
+def write_result(result: TrialResult, workdir: Path) -> None:
+    """result.json, written aside and renamed: a watcher never sees half of it."""
+    write_text(workdir / "result.json", to_json(result))
+
+
+def write_text(path: Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

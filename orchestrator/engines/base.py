@@ -43,6 +43,7 @@ class LaunchPlan:
     path_prefix: str | None = None
     parallel_size: int = 1
     proposals: int | None = None
+    method: str | None = None
     synthetic_acceptance: bool = False
     api_key_variable: str | None = None
     api_key_flag: str | None = None

@@ -1,0 +1,135 @@
+"""The small parent of every engine: it dies with us and takes every descendant along.
+
+Run as a program: keeper.py FD GRACE_S -- COMMAND...  FD is one end of a socket pair whose other end its owner holds.
+The keeper writes JSON lines to it ({"pid": n} once the engine runs, {"exit": code} when it ended, {"left": [pids]}
+when something could not be killed) and ends everything when the owner writes a byte or disappears. As a subreaper it
+inherits every orphan below it, also one that left the session. It imports nothing of ours, so that it starts fast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+KILL_WAIT_S = 10.0
+ORPHANED_GRACE_S = 3.0
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option})")
+
+
+def _die_with_keeper() -> None:
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _reap(engine_pid: int) -> int | None:
+    """Collect every ended child; the engine's exit code (negative for a signal) when it is among them."""
+    code: int | None = None
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return code
+        if pid == 0:
+            return code
+        if pid == engine_pid:
+            code = os.waitstatus_to_exitcode(status)
+
+
+def _descendants() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children(recursive=True) if _alive(p)]
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _signal_all(number: int) -> None:
+    for process in _descendants():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def _end_all(engine_pid: int, grace_s: float) -> tuple[int | None, list[int]]:
+    """TERM, wait, then KILL until nothing is left. Returns the engine's exit code if seen, and what could not die."""
+    code: int | None = None
+    started = time.monotonic()
+    _signal_all(signal.SIGTERM)
+    while time.monotonic() - started < grace_s + KILL_WAIT_S:
+        seen = _reap(engine_pid)
+        code = seen if seen is not None else code
+        if not _descendants():
+            return code, []
+        if time.monotonic() - started > grace_s:
+            # Again in every round: a process may fork while its parent is being killed.
+            _signal_all(signal.SIGKILL)
+        time.sleep(0.02)
+    return code, [p.pid for p in _descendants()]
+
+
+def main() -> int:
+    owner = socket.socket(fileno=int(sys.argv[1]))
+    grace_s = float(sys.argv[2])
+    command = sys.argv[4:]
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+
+    def tell(**message: object) -> None:
+        with contextlib.suppress(OSError):
+            owner.sendall(json.dumps(message).encode() + b"\n")
+
+    try:
+        engine = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_keeper
+        )
+    except OSError as error:
+        print(f"keeper: cannot start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        tell(exit=127)
+        return 127
+    tell(pid=engine.pid)
+    code: int | None = None
+    stopping = False
+    while code is None and not stopping:
+        readable, _, _ = select.select([owner.fileno(), wake_read], [], [])
+        if wake_read in readable:
+            stopping = signal.SIGTERM in os.read(wake_read, 64)
+            code = _reap(engine.pid)
+        if owner.fileno() in readable:
+            stopping = True
+            with contextlib.suppress(OSError):
+                if not owner.recv(1):
+                    grace_s = min(grace_s, ORPHANED_GRACE_S)
+    if code is not None:
+        tell(exit=code)
+    late, left = _end_all(engine.pid, grace_s)
+    if code is None:
+        tell(exit=late)
+    tell(left=left)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""What a campaign would start, without starting it: every command line, checked as far as this machine allows."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator import campaign, server, trial
+from orchestrator.config import EngineSpec, Experiment, TrialSpec
+from orchestrator.engines import ENGINES, LaunchPlan
+from orchestrator.engines.flags import check_flags
+from orchestrator.errors import ConfigError, MachineError
+
+HELP_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CampaignPlan:
+    """Every launch a campaign would make. estimate_s is None until a trial of this experiment has been timed."""
+
+    experiment: Experiment
+    launches: tuple[tuple[TrialSpec, LaunchPlan], ...]
+    skipped: tuple[tuple[str, str], ...]
+    num_starts: int
+    estimate_s: float | None
+    warnings: tuple[str, ...]
+
+    def document(self) -> dict[str, Any]:
+        """The JSON document of `tune --dry-run`."""
+        return {
+            "experiment": self.experiment.name,
+            "trials": [
+                {"name": spec.name, "argv": list(plan.argv), "env": server.masked(plan.env)}
+                for spec, plan in self.launches
+            ],
+            "skipped": [{"name": name, "reason": reason} for name, reason in self.skipped],
+            "num_starts": self.num_starts,
+            "estimate_s": self.estimate_s,
+            "warnings": list(self.warnings),
+        }
+
+    def lines(self) -> list[str]:
+        """The plan for a person: each command line whole, so that it can be pasted into a shell."""
+        placement = self.experiment.placement
+        where = f"{placement.gpus} GPUs and {placement.cpus} CPUs of one node"
+        text = [f"{self.experiment.name}: {len(self.launches)} trials, {self.num_starts} engine starts, each on {where}"]
+        for number, (spec, plan) in enumerate(self.launches, start=1):
+            text += ["", f"# {number} {spec.name}", server.shell_line(plan)]
+        text += ["", *(f"skipped {name}: {why}" for name, why in self.skipped)] if self.skipped else []
+        if self.estimate_s is None:
+            text += ["", "No estimate of the time yet: no trial of this experiment has been timed on this machine."]
+        else:
+            text += ["", f"About {self.estimate_s / 60:.0f} min, from the trials of this experiment that were timed here."]
+        return text
+
+
+def dry_run(experiment: Experiment) -> CampaignPlan:
+    """Plan every point. Raises ConfigError where the engine module or its --help would refuse one."""
+    specs, skipped = campaign.keyed_points(experiment)
+    launches = tuple((spec, _plan(spec)) for spec in specs)
+    confirm = experiment.search.confirm
+    num_starts = len(launches) + (min(confirm.top, len(launches)) * confirm.launches)
+    warnings = dict.fromkeys(f"{spec.name}: {text}" for spec, plan in launches for text in plan.warnings)
+    warnings.update(dict.fromkeys(_flag_warnings(launches)))
+    duration_s = _typical_trial_s(experiment)
+    return CampaignPlan(
+        experiment=experiment,
+        launches=launches,
+        skipped=tuple(skipped),
+        num_starts=num_starts,
+        estimate_s=None if duration_s is None else duration_s * num_starts,
+        warnings=tuple(warnings),
+    )
+
+
+def check_startable(experiment: Experiment) -> None:
+    """Fail now, not in the first trial: model folders and programs that are not there.
+
+    Raises ConfigError for a model path, MachineError for a missing program.
+    """
+    specs, _ = campaign.keyed_points(experiment)
+    for spec in specs:
+        _check_model(spec.engine)
+        server.check_program(_plan(spec))
+
+
+def _plan(spec: TrialSpec) -> LaunchPlan:
+    return ENGINES[spec.engine.kind].plan(spec.engine, spec.placement.ports[0], Path("trial"))
+
+
+def _check_model(spec: EngineSpec) -> None:
+    """A hub name (`organisation/name`) is the engine's business; a path has to be there."""
+    looks_like_path = spec.model.startswith((".", "/", "~")) or spec.model.count("/") > 1
+    if looks_like_path and not (Path(spec.root) / spec.model).expanduser().exists():
+        raise ConfigError(f"engine.model: there is no file or folder {spec.model} (looked in {spec.root})")
+
+
+def _flag_warnings(launches: tuple[tuple[TrialSpec, LaunchPlan], ...]) -> list[str]:
+    """Flags that the installed engine's own --help does not list, with the nearest that it does."""
+    texts: dict[tuple[str, ...], str | None] = {}
+    complaints = []
+    for spec, plan in launches:
+        command = ENGINES[spec.engine.kind].help_command(spec.engine)
+        if command not in texts:
+            texts[command] = _help_text(command, plan)
+        text = texts[command]
+        complaints += [f"{spec.name}: {line}" for line in check_flags(plan.argv, text)] if text else []
+    return complaints
+
+
+def _help_text(command: tuple[str, ...], plan: LaunchPlan) -> str | None:
+    """None where the engine is not installed here or does not answer."""
+    path = os.pathsep.join(filter(None, [plan.path_prefix, os.environ.get("PATH")]))
+    try:
+        server.check_program(plan)
+        answer = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=HELP_TIMEOUT_S,
+            check=False,
+            env={**os.environ, **plan.env, "PATH": path},
+        )
+    except (MachineError, OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout if answer.returncode == 0 else None
+
+
+def _typical_trial_s(experiment: Experiment) -> float | None:
+    """The median duration of this experiment's finished trials on this machine."""
+    home = campaign.home_of(experiment)
+    durations = []
+    for path in home.glob("*/trials/*/result.json"):
+        try:
+            result = trial.from_json(path.read_bytes())
+        except (OSError, ValueError):
+            continue
+        durations.append(sum(result.phases_s.values()))
+    return statistics.median(durations) if durations else None

@@ -1,0 +1,105 @@
+"""The live view of a campaign on a terminal, or plain lines elsewhere. Writes to stderr only."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from orchestrator.campaign import Event
+
+PHASES = {
+    "placing": "waiting for its place",
+    "starting": "starting the engine",
+    "warming": "warming up",
+    "measuring": "measuring",
+    "stopping": "stopping the engine",
+}
+
+
+@contextlib.contextmanager
+def shown(console: Console) -> Iterator[Callable[[Event], None]]:
+    """Yields the function that takes a campaign's events."""
+    if not console.is_terminal:
+        yield _Lines(console)
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, TextColumn("{task.fields[left]}"), console=console) as progress:
+        yield _Bar(progress)
+
+
+class _Clock:
+    """Elapsed time per trial, and from the finished ones an estimate of what is left."""
+
+    def __init__(self) -> None:
+        self._began: dict[int, float] = {}
+        self._took_s: list[float] = []
+        self.finished = 0
+
+    def take(self, event: Event) -> float:
+        began = self._began.setdefault(event.number, time.monotonic())
+        elapsed_s = time.monotonic() - began
+        if event.phase is None:
+            self._took_s.append(elapsed_s)
+            self._began.pop(event.number)
+            self.finished += 1
+        return elapsed_s
+
+    def left(self, total: int) -> str:
+        if not self._took_s:
+            return ""
+        seconds = (total - self.finished) * sum(self._took_s) / len(self._took_s)
+        return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
+
+
+class _Lines:
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._clock = _Clock()
+
+    def __call__(self, event: Event) -> None:
+        elapsed_s = self._clock.take(event)
+        what = PHASES.get(event.phase, event.phase) if event.phase else _ending(event)
+        left = (
+            f"; {self._clock.left(event.total)}" if event.phase is None and self._clock.finished < event.total else ""
+        )
+        self._console.print(
+            f"trial {event.number} of {event.total} {event.name}: {what} ({elapsed_s:.0f} s{left})",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+class _Bar:
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._clock = _Clock()
+        self._task = progress.add_task("starting", total=None, left="")
+
+    def __call__(self, event: Event) -> None:
+        elapsed_s = self._clock.take(event)
+        if event.phase is None:
+            text = f"trial {event.number} of {event.total} {event.name}: {_ending(event)} ({elapsed_s:.0f} s)"
+            self._progress.console.print(text, markup=False, highlight=False)
+        phase = PHASES.get(event.phase, event.phase) if event.phase else _ending(event)
+        self._progress.update(
+            self._task,
+            total=event.total,
+            completed=self._clock.finished,
+            description=f"{event.name}: {phase}",
+            left=self._clock.left(event.total),
+        )
+
+
+def _ending(event: Event) -> str:
+    return f"{event.status}{f', {event.reason}' if event.reason else ''}"
