@@ -16,7 +16,7 @@ from typing import Any
 
 from orchestrator.config import TrialSpec, flatten
 from orchestrator.metrics import Measurement, Quantity
-from orchestrator.trial import TrialResult
+from orchestrator.trial import TrialResult, to_json
 
 # A param longer than this is unreadable in a table; the whole value is kept as an artifact.
 MAX_PARAM_CHARS = 500
@@ -37,6 +37,29 @@ class Sample:
     value: float
     step: int
     time_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """All that is recorded of one result besides its params and files. text: result.json, strict."""
+
+    metrics: dict[str, float]
+    samples: list[Sample]
+    tags: dict[str, str]
+    text: str
+
+
+def entry(result: TrialResult, workload: str | None) -> Entry:
+    """What is recorded of `result`; `workload` (the objective's) also stands under bare names.
+
+    A filter finds a bare name unquoted (`metrics.decode_tok_s > 200`); one with a slash or hyphen needs backticks.
+    """
+    return Entry(
+        metrics=headline(result.measurements, workload) | metrics(result),
+        samples=series(result),
+        tags=result_tags(result),
+        text=to_json(finite(result)),
+    )
 
 
 def identity(result: TrialResult) -> str:
@@ -167,20 +190,25 @@ def spec_tags(spec: TrialSpec) -> dict[str, str]:
 
 def result_tags(result: TrialResult) -> dict[str, str]:
     """Tags that tell how the trial ended. Absent is left out."""
-    verdict = result.verdict
     found = {
         "result": identity(result),
         "status": str(result.status),
         "cause": result.cause,
         "reason": result.reason,
         "lever": result.lever,
-        "verdict": str(verdict.level) if verdict else None,
-        "verdict_reasons": ", ".join(r.code for r in verdict.reasons) if verdict else None,
         "nonfinite": ", ".join(nonfinite(result)),
         "synthetic_acceptance": "true" if result.synthetic_acceptance else None,
         "mlflow.note.content": note(result),
     }
-    return {key: value[:MAX_TAG_CHARS] for key, value in found.items() if value}
+    return {key: value[:MAX_TAG_CHARS] for key, value in found.items() if value} | verdict_tags(result)
+
+
+def verdict_tags(result: TrialResult) -> dict[str, str]:
+    """The worst verdict and the codes of its reasons; nothing when nothing was judged."""
+    if result.verdict is None:
+        return {}
+    codes = ", ".join(dict.fromkeys(reason.code for reason in result.verdict.reasons))
+    return {"verdict": str(result.verdict.level), **({"verdict_reasons": codes[:MAX_TAG_CHARS]} if codes else {})}
 
 
 def note(result: TrialResult) -> str:

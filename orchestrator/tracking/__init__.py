@@ -1,0 +1,31 @@
+"""MLflow: write TrialResults, read them back, name the champion. Only the driver writes; nothing else knows MLflow."""
+
+# ruff: noqa: E402
+import os
+
+# MLflow reads these when it is imported or called. A store that is down must be told in seconds, not minutes.
+for _name, _value in {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+from orchestrator.tracking.champion import champion, previous, roll_back_champion, set_champion
+from orchestrator.tracking.reading import Recorded, last_campaign, load_run
+from orchestrator.tracking.store import store_uri, ui_command
+from orchestrator.tracking.tracker import Tracker, replay
+
+__all__ = [
+    "Recorded",
+    "Tracker",
+    "champion",
+    "last_campaign",
+    "load_run",
+    "previous",
+    "replay",
+    "roll_back_champion",
+    "set_champion",
+    "store_uri",
+    "ui_command",
+]

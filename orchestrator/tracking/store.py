@@ -1,0 +1,94 @@
+"""The connection to MLflow: which store, its errors in one line, its searches to the last page.
+
+Importing this package sets what MLflow reads from the environment; see `__init__`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mlflow import MlflowClient
+from mlflow.entities import Run
+
+from orchestrator.config import Experiment
+from orchestrator.errors import TrackingError
+
+# Schema migrations and retries are told line by line otherwise; what matters of them arrives as a TrackingError.
+for _name in ("mlflow", "alembic", "urllib3.connectionpool"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
+
+PARENT = "mlflow.parentRunId"
+PAGE = 500
+
+
+def ui_command(experiment: Experiment, port: int) -> list[str]:
+    """The command that shows this experiment's store in MLflow's UI, on loopback."""
+    uri = store_uri(experiment)
+    if is_server(uri):
+        raise TrackingError(f"tracking: {uri} is an MLflow server and shows its UI itself: open it in a browser")
+    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri]
+    return [*command, "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+
+
+def store_uri(experiment: Experiment) -> str:
+    """The tracking URI; a database file is made absolute, so that it is the same store from every folder."""
+    uri = experiment.tracking_uri
+    path = sqlite_path(uri)
+    return f"sqlite:///{path.absolute()}" if path else uri
+
+
+def sqlite_path(uri: str) -> Path | None:
+    return Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
+
+
+def is_server(uri: str) -> bool:
+    return uri.startswith(("http://", "https://"))
+
+
+def is_missing(uri: str) -> bool:
+    path = sqlite_path(uri)
+    return path is not None and not path.exists()
+
+
+def connect(uri: str) -> MlflowClient:
+    if not (is_server(uri) or "://" in uri) or uri.startswith("file:"):
+        raise TrackingError(
+            f"tracking.uri: found {uri!r}, which MLflow no longer writes to; allowed is a database such as "
+            "sqlite:///mlruns/mlflow.db, or the address of an MLflow server"
+        )
+    return MlflowClient(uri, registry_uri=uri)
+
+
+@contextmanager
+def border(uri: str, what: str) -> Iterator[None]:
+    """Translate whatever MLflow raises into one line that names the store."""
+    try:
+        yield
+    except TrackingError:
+        raise
+    except Exception as error:
+        # Broad, because MLflow lets the errors of its databases, drivers and networks through as they are.
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise TrackingError(f"tracking: {uri}: {what}: {first[:300]}") from error
+
+
+def search(client: MlflowClient, experiment_id: str, query: str) -> list[Run]:
+    """All runs that match, newest first."""
+    runs: list[Run] = []
+    token = None
+    while True:
+        page = client.search_runs(
+            [experiment_id], query, max_results=PAGE, order_by=["attributes.start_time DESC"], page_token=token
+        )
+        runs += page
+        token = page.token
+        if not token:
+            return runs
+
+
+def campaigns(client: MlflowClient, experiment_id: str) -> list[Run]:
+    return search(client, experiment_id, "tags.kind = 'campaign'")

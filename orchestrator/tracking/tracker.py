@@ -1,0 +1,274 @@
+"""Write TrialResults to MLflow and read them back. The only room that knows MLflow, and only the driver enters it.
+
+One MLflow experiment per experiment name, one parent run per campaign, one child run per trial. A store that goes down
+loses nothing: `record` raises TrackingError, result.json is on disk already, and `replay` records what is missing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.exceptions import MlflowException
+
+from orchestrator import trial
+from orchestrator.config import Experiment, TrialSpec
+from orchestrator.engines.base import TrialStatus
+from orchestrator.errors import TrackingError
+from orchestrator.tracking import driver, entries, figures
+from orchestrator.tracking.store import (
+    PAGE,
+    PARENT,
+    border,
+    campaigns,
+    connect,
+    is_server,
+    search,
+    sqlite_path,
+    store_uri,
+)
+from orchestrator.trial import TrialResult
+
+# MLflow takes at most 100 params in one call.
+_CHUNK = 90
+_ENDED_AS = {
+    TrialStatus.COMPLETE: "FINISHED",
+    TrialStatus.PRUNED: "FINISHED",
+    TrialStatus.REFUSED: "FAILED",
+    TrialStatus.UNFIT: "FAILED",
+    TrialStatus.FAILED: "FAILED",
+    TrialStatus.INFRASTRUCTURE: "KILLED",
+}
+
+
+class Tracker:
+    """One experiment's records, open for writing. Methods may be called from several threads."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        """Open the store, and create it and the MLflow experiment when missing. Raises TrackingError."""
+        self.uri = store_uri(experiment)
+        self.campaign_id: str | None = None
+        self._name = experiment.tracking_name
+        self._workload = (experiment.objective.metric or "").rpartition("/")[0] or None
+        self._lock = threading.RLock()
+        self._open: dict[tuple[str, str], list[str]] = {}
+        self._recorded: dict[str, str] = {}
+        with border(self.uri, "cannot be opened"):
+            if (path := sqlite_path(self.uri)) is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            self._client = connect(self.uri)
+            self._experiment_id = self._experiment(Path(experiment.tracking.folder))
+
+    def _experiment(self, folder: Path) -> str:
+        found = self._client.get_experiment_by_name(self._name)
+        if found is None:
+            # A server has its own place for artifacts; a database has none, and would use the current folder.
+            location = None if is_server(self.uri) else str((folder / "artifacts").absolute())
+            try:
+                return str(self._client.create_experiment(self._name, artifact_location=location))
+            except MlflowException:
+                found = self._client.get_experiment_by_name(self._name)
+                if found is None:
+                    raise
+        if found.lifecycle_stage != "active":
+            raise TrackingError(
+                f"tracking: the MLflow experiment {self._name!r} in {self.uri} is deleted; restore it with "
+                f"`mlflow experiments restore --experiment-id {found.experiment_id}` or choose tracking.experiment"
+            )
+        return str(found.experiment_id)
+
+    def close_dead_runs(self, alive: Callable[[int], bool]) -> int:
+        """End as KILLED what a driver of this machine left RUNNING and that is gone. Returns how many."""
+        closed = 0
+        with self._lock, border(self.uri, "cannot be read"):
+            for run in search(self._client, self._experiment_id, "attributes.status = 'RUNNING'"):
+                if driver.is_gone(run.data.tags, alive):
+                    self._client.set_tag(run.info.run_id, "cause", "driver_gone")
+                    self._client.set_terminated(run.info.run_id, status="KILLED")
+                    closed += 1
+        return closed
+
+    def start_campaign(self, config_yaml: str, tags: Mapping[str, str] | None = None) -> str:
+        """Open the parent run of a campaign and make it current. Returns its run id."""
+        with self._lock, border(self.uri, "the campaign cannot be recorded"):
+            name = f"{self._name} {time.strftime('%Y-%m-%d %H:%M:%S')}"
+            run = self._client.create_run(
+                self._experiment_id, run_name=name, tags={"kind": "campaign", **driver.tags(), **(tags or {})}
+            )
+            self.campaign_id = str(run.info.run_id)
+            self._client.log_text(self.campaign_id, config_yaml, "config.yaml")
+        return self.campaign_id
+
+    def resume_campaign(self) -> str | None:
+        """Open the newest campaign again and make it current. Returns its run id, None when there is none."""
+        with self._lock, border(self.uri, "the campaign cannot be resumed"):
+            newest = campaigns(self._client, self._experiment_id)[:1]
+            if not newest:
+                return None
+            self.campaign_id = str(newest[0].info.run_id)
+            self._client.update_run(self.campaign_id, status="RUNNING")
+            self._tag(self.campaign_id, driver.tags())
+        return self.campaign_id
+
+    def start_trial(self, spec: TrialSpec) -> str:
+        """Open the child run of one trial, RUNNING, with its params. Returns its run id."""
+        with self._lock, border(self.uri, f"trial {spec.name!r} cannot be opened"):
+            run_id = self._create_trial(spec, None)
+            self._open.setdefault((spec.name, spec.key), []).append(run_id)
+        return run_id
+
+    def record(self, result: TrialResult) -> str:
+        """Write params, metrics, series, tags, artifacts and figures, and end the run. Returns its run id.
+
+        Raises TrackingError when the store cannot be written to; the run then stays for `replay`.
+        """
+        key = (result.spec.name, result.spec.key)
+        entry = entries.entry(result, self._workload)
+        pictures = figures.trial(result)
+        with self._lock, border(self.uri, f"trial {result.spec.name!r} cannot be recorded; its result is on disk"):
+            waiting = self._open.get(key) or [self._create_trial(result.spec, entries.epoch_ms(result.started_at))]
+            self._write(waiting[-1], result, entry, pictures)
+            self._open[key] = waiting[:-1]
+            self._recorded[entry.tags["result"]] = waiting[-1]
+        return waiting[-1]
+
+    def end_campaign(self, status: str, results: Sequence[TrialResult], best: TrialResult | None) -> None:
+        """Close the campaign and whatever trial is still open (KILLED). status: FINISHED, FAILED or KILLED.
+
+        results carry the campaign's own numbers (speed-up, verdicts across trials); they are added to the runs.
+        """
+        pictures = figures.campaign(results, self._workload)
+        with self._lock, border(self.uri, "the campaign cannot be closed"):
+            for run_id in [run_id for waiting in self._open.values() for run_id in waiting]:
+                self._client.set_tag(run_id, "cause", "no_result")
+                self._client.set_terminated(run_id, status="KILLED")
+            self._open.clear()
+            if self.campaign_id is None:
+                return
+            for result in results:
+                self._add_campaign_numbers(result)
+            self._tag(self.campaign_id, self._summary(results, best))
+            if best is not None:
+                values = entries.headline(best.measurements, self._workload)
+                self._log_metrics(self.campaign_id, {f"best/{name}": x for name, x in values.items()}, best.ended_at)
+            for name, figure in pictures.items():
+                self._client.log_figure(self.campaign_id, figure, f"figures/{name}.png")
+            self._client.set_terminated(self.campaign_id, status=status)
+            self.campaign_id = None
+
+    def _add_campaign_numbers(self, result: TrialResult) -> None:
+        run_id = self._recorded.get(entries.identity(result))
+        if run_id is not None:
+            speedups = {k: v for k, v in entries.metrics(result).items() if "/speedup" in k}
+            self._log_metrics(run_id, speedups, result.ended_at)
+            self._tag(run_id, entries.verdict_tags(result))
+
+    def _summary(self, results: Sequence[TrialResult], best: TrialResult | None) -> dict[str, str]:
+        counts = Counter(str(result.status) for result in results)
+        tags = {"trials": ", ".join(f"{number} {status}" for status, number in counts.items()), "best": "none"}
+        if best is not None:
+            tags["best"] = best.spec.name
+            if (run_id := self._recorded.get(entries.identity(best))) is not None:
+                self._client.set_tag(run_id, "best", "true")
+                tags["best_run_id"] = run_id
+        return tags
+
+    def attach(self, name: str, content: str | Figure) -> None:
+        """Keep a text (a table, a document) or a figure with the current campaign, as the artifact `name`."""
+        if self.campaign_id is None:
+            raise TrackingError(f"tracking: no campaign is open to keep {name!r} with")
+        with self._lock, border(self.uri, f"{name!r} cannot be kept"):
+            if isinstance(content, str):
+                self._client.log_text(self.campaign_id, content, name)
+            else:
+                self._client.log_figure(self.campaign_id, content, name)
+
+    def replay(self, workdirs: Sequence[Path]) -> list[str]:
+        """Record every result.json in `workdirs` that the store does not have yet. Returns the run ids written."""
+        written = []
+        with self._lock, border(self.uri, "cannot be read"):
+            self.campaign_id = self.campaign_id or self.resume_campaign() or self.start_campaign("")
+            known = search(self._client, self._experiment_id, "tags.kind = 'trial'")
+        complete = {run.data.tags.get("result") for run in known if run.info.status != "RUNNING"}
+        for path in [workdir / "result.json" for workdir in workdirs]:
+            result = _read_result(path)
+            if result is not None and entries.identity(result) not in complete:
+                self._reopen(result, known)
+                written.append(self.record(result))
+        return written
+
+    def _reopen(self, result: TrialResult, known: Sequence[Run]) -> None:
+        """Continue the unfinished run of this trial where its params are the same; else a new run is made."""
+        key = (result.spec.name, result.spec.key)
+        wanted, _ = entries.params(result.spec)
+        for run in known:
+            tags = run.data.tags
+            same = (run.info.run_name, tags.get("key")) == key and run.data.params == wanted
+            if same and "result" not in tags and run.info.run_id not in self._open.get(key, []):
+                self._open.setdefault(key, []).insert(0, run.info.run_id)
+                return
+
+    def _create_trial(self, spec: TrialSpec, start_ms: int | None) -> str:
+        if self.campaign_id is None:
+            raise TrackingError("tracking: a trial belongs to a campaign, and none is open")
+        tags = {**entries.spec_tags(spec), **driver.tags(), PARENT: self.campaign_id}
+        run = self._client.create_run(self._experiment_id, start_time=start_ms, tags=tags, run_name=spec.name)
+        run_id = str(run.info.run_id)
+        short, whole = entries.params(spec)
+        pairs = [Param(key, value) for key, value in short.items()]
+        for i in range(0, len(pairs), _CHUNK):
+            self._client.log_batch(run_id, params=pairs[i : i + _CHUNK])
+        for name, text in whole.items():
+            self._client.log_text(run_id, text, f"params/{name}.txt")
+        return run_id
+
+    def _write(self, run_id: str, result: TrialResult, entry: entries.Entry, pictures: Mapping[str, Figure]) -> None:
+        self._log_metrics(run_id, entry.metrics, result.ended_at)
+        self._log_series(run_id, result, entry.samples)
+        self._client.log_text(run_id, entry.text, "result.json")
+        folder = Path(result.workdir)
+        for path in sorted(folder.iterdir()) if result.workdir and folder.is_dir() else []:
+            if path.is_file() and path.name != "result.json" and not path.name.startswith("."):
+                self._client.log_artifact(run_id, str(path))
+        for name, figure in pictures.items():
+            self._client.log_figure(run_id, figure, f"figures/{name}.png")
+        # Last, because `replay` takes this tag for "everything is there".
+        self._tag(run_id, entry.tags)
+        self._client.set_terminated(run_id, _ENDED_AS[result.status], entries.epoch_ms(result.ended_at))
+
+    def _log_metrics(self, run_id: str, values: Mapping[str, float], ended_at: str) -> None:
+        at = entries.epoch_ms(ended_at) or int(time.time() * 1000)
+        self._log_samples(run_id, [Metric(name, value, at, 0) for name, value in values.items()])
+
+    def _log_series(self, run_id: str, result: TrialResult, samples: Sequence[entries.Sample]) -> None:
+        start = entries.epoch_ms(result.started_at) or 0
+        end = entries.epoch_ms(result.ended_at) or int(time.time() * 1000)
+        points = [(s, end if s.time_s is None else start + int(s.time_s * 1000)) for s in samples]
+        self._log_samples(run_id, [Metric(s.name, s.value, at, s.step) for s, at in points])
+
+    def _log_samples(self, run_id: str, samples: list[Metric]) -> None:
+        for i in range(0, len(samples), PAGE):
+            self._client.log_batch(run_id, metrics=samples[i : i + PAGE])
+
+    def _tag(self, run_id: str, tags: Mapping[str, str]) -> None:
+        self._client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+
+
+def replay(experiment: Experiment, workdirs: Sequence[Path]) -> list[str]:
+    """Record the results on disk that the store missed while it was down. Returns the run ids written."""
+    return Tracker(experiment).replay(workdirs)
+
+
+def _read_result(path: Path) -> TrialResult | None:
+    """The result in a trial's folder; None when the trial never finished one."""
+    try:
+        return trial.from_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise TrackingError(f"{path}: cannot be replayed: {error}") from None
