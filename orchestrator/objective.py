@@ -1,0 +1,278 @@
+"""What "best" means, as arithmetic on one TrialResult: metric values, mixes of workloads, constraints.
+
+A metric is named WORKLOAD/NAME or memory/NAME. An absent or non-finite value is None and never compares.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from orchestrator.config import Experiment, Mode, Objective, TrialSpec, Workload, flatten
+from orchestrator.errors import ConfigError
+from orchestrator.metrics import Quantity, harmonic_mix
+from orchestrator.trial import MEMORY_FACTS, TrialResult
+
+MEMORY = "memory"
+# Names of design.md section 6; the direction is what a person means by better.
+HIGHER_IS_BETTER = (
+    "decode_tok_s",
+    "output_tok_s",
+    "prefill_tok_s",
+    "acceptance_rate",
+    "acceptance_length",
+    "speedup",
+    "tokens_per_chunk",
+    "completion_tokens",
+    "prompt_tokens",
+    "requests_per_s",
+)
+LOWER_IS_BETTER = (
+    "ttft_s",
+    "ttft_p50_s",
+    "ttft_p90_s",
+    "ttft_p99_s",
+    "ttft_max_s",
+    "tpot_s",
+    "tpot_p90_s",
+    "tpot_p99_s",
+    "tpot_max_s",
+    "chunk_gap_s",
+    "chunk_gap_p99_s",
+    "chunk_gap_max_s",
+    "e2e_s",
+    "e2e_p90_s",
+    "e2e_p99_s",
+    "e2e_max_s",
+    "ttfc_s",
+    "lateness_s",
+    "error_rate",
+)
+HIGHER_MEMORY = ("kv_available_gib", "kv_tokens", "max_concurrency")
+LOWER_MEMORY = ("gpu_peak_gib", "host_rss_peak_gib", "model_gib", "graph_gib", "peak_activation_gib")
+_GPU_PEAK = re.compile(r"gpu\d+_peak_gib")
+_CONSTRAINT = re.compile(r"^\s*(?P<metric>\S+?)\s*(?P<op><=|>=|<|>)\s*(?P<bound>\S+)\s*$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """`METRIC OP BOUND`, for example `tail-100/ttft_p99_s <= 3`; the bound has the metric's own unit."""
+
+    metric: str
+    op: str
+    bound: float
+
+    def __str__(self) -> str:
+        return f"{self.metric} {self.op} {self.bound:g}"
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` keeps the bound."""
+        return {
+            "<=": value <= self.bound,
+            ">=": value >= self.bound,
+            "<": value < self.bound,
+            ">": value > self.bound,
+        }[self.op]
+
+
+def parse_constraint(text: str) -> Constraint:
+    """Read one constraint. Raises ConfigError on anything but METRIC OP NUMBER."""
+    found = _CONSTRAINT.match(text)
+    bound = _number(found["bound"]) if found else None
+    if found is None or bound is None:
+        raise ConfigError(
+            f"objective.constraints: found {text!r}, allowed is METRIC OP NUMBER with OP one of <=, >=, <, >, "
+            "for example 'tail-100/ttft_p99_s <= 3'"
+        )
+    return Constraint(metric=found["metric"], op=found["op"], bound=bound)
+
+
+def value(result: TrialResult, metric: str) -> Quantity | None:
+    """The metric of one result, or None when it is absent, not finite, or the workload was not measured."""
+    place, _, name = metric.partition("/")
+    if place == MEMORY:
+        return _memory(result, name)
+    measurement = result.measurements.get(place)
+    return finite(measurement.metrics.get(name)) if measurement else None
+
+
+def finite(quantity: Quantity | None) -> Quantity | None:
+    """The quantity, unless its value is not finite; an interval that is not finite is dropped."""
+    if quantity is None or not math.isfinite(quantity.value):
+        return None
+    ends = (quantity.low, quantity.high)
+    if any(end is not None and not math.isfinite(end) for end in ends):
+        return replace(quantity, low=None, high=None)
+    return quantity
+
+
+def objective_metrics(objective: Objective, workloads: Mapping[str, Workload]) -> dict[str, float]:
+    """The metrics that make up the objective with their weights (sum 1): one metric, or one per workload of a mix.
+
+    Without metric and mix it is the first workload's decode rate (prefill rate for a prefill workload).
+    """
+    if objective.mix:
+        name = objective.metric or "decode_tok_s"
+        total = sum(objective.mix.values())
+        return {f"{workload}/{name}": weight / total for workload, weight in objective.mix.items()}
+    if objective.metric:
+        return {objective.metric: 1.0}
+    for workload, spec in workloads.items():
+        return {f"{workload}/{'prefill_tok_s' if spec.kind == 'prefill' else 'decode_tok_s'}": 1.0}
+    return {}
+
+
+def score(experiment: Experiment, result: TrialResult) -> Quantity | None:
+    """The objective's value, None as soon as a part of it is unknown.
+
+    A mix weighs by tokens: rates (tokens per second) combine harmonically, all else as a weighted mean. The interval
+    combines the ends of the parts, which is wider than the truth and never narrower.
+    """
+    weights = objective_metrics(experiment.objective, experiment.workloads)
+    parts = {metric: value(result, metric) for metric in weights}
+    return combine({m: q for m, q in parts.items() if q is not None}, weights)
+
+
+def samples(experiment: Experiment, result: TrialResult) -> tuple[float, ...]:
+    """The objective of each repeat, in order; empty when the metric has no repeats (memory, or nothing measured)."""
+    weights = objective_metrics(experiment.objective, experiment.workloads)
+    series: dict[str, tuple[float | None, ...]] = {}
+    for metric in weights:
+        workload, _, name = metric.partition("/")
+        measurement = result.measurements.get(workload)
+        series[metric] = measurement.repeats.get(name, ()) if measurement else ()
+    found: list[float] = []
+    for repeat in zip(*series.values(), strict=False):
+        numbers = {m: x for m, x in zip(series, repeat, strict=True) if x is not None and math.isfinite(x)}
+        mean = weighted_mean(numbers, weights) if len(numbers) == len(weights) else None
+        if mean is not None:
+            found.append(mean)
+    return tuple(found)
+
+
+def combine(parts: Mapping[str, Quantity], weights: Mapping[str, float]) -> Quantity | None:
+    """Weighted combination of `parts` (metric -> value); None unless every weighted metric is there."""
+    if not weights or any(metric not in parts for metric in weights):
+        return None
+    if len(weights) == 1:
+        return parts[next(iter(weights))]
+    ends: list[float | None] = []
+    for end in ("value", "low", "high"):
+        numbers = {metric: getattr(parts[metric], end) for metric in weights}
+        known = {m: float(x) for m, x in numbers.items() if x is not None}
+        ends.append(weighted_mean(known, weights) if len(known) == len(weights) else None)
+    if ends[0] is None:
+        return None
+    return Quantity(value=ends[0], low=ends[1], high=ends[2], n=min(parts[m].n for m in weights))
+
+
+def misses(experiment: Experiment, result: TrialResult) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(constraints the result does not keep, notes): one sentence each. An unknown value keeps no constraint."""
+    missed: list[str] = []
+    notes: list[str] = []
+    for constraint in map(parse_constraint, experiment.objective.constraints):
+        quantity, note = _constrained_value(result, constraint.metric)
+        if note:
+            notes.append(note)
+        if quantity is None:
+            missed.append(f"{constraint}: not measured")
+        elif not constraint.holds(quantity.value):
+            missed.append(f"{constraint}: is {quantity.value:.4g}")
+    return tuple(missed), tuple(notes)
+
+
+def preference(objective: Objective, spec: TrialSpec) -> tuple[float, ...]:
+    """Sorts what is preferred first. A key that is not set comes first with min and last with max."""
+    flat = settings(spec)
+    ranks: list[float] = []
+    for key, mode in objective.prefer.items():
+        found = flat.get(key)
+        sign = 1.0 if mode == "min" else -1.0
+        if isinstance(found, int | float):
+            ranks.append(sign * found)
+        else:
+            ranks.append(-math.inf if mode == "min" and found is None else math.inf)
+    return tuple(ranks)
+
+
+def settings(spec: TrialSpec) -> dict[str, Any]:
+    """Everything a trial may be told apart by: dotted key -> value, as in the configuration file."""
+    workloads = {name: asdict(workload) for name, workload in spec.workloads.items()}
+    return flatten({"engine": asdict(spec.engine), "placement": asdict(spec.placement), "workloads": workloads})
+
+
+def prefers(objective: Objective, first: TrialSpec, second: TrialSpec) -> bool:
+    """Whether `first` wins a tie against `second` by objective.prefer alone."""
+    return preference(objective, first) < preference(objective, second)
+
+
+def direction(metric: str) -> Mode:
+    """Whether more or less of a metric is better."""
+    place, _, name = metric.partition("/")
+    if place == MEMORY:
+        return "max" if name in HIGHER_MEMORY else "min"
+    return "max" if name in HIGHER_IS_BETTER else "min"
+
+
+def check_metric(experiment: Experiment, metric: str, key: str) -> None:
+    """Raise ConfigError, naming the nearest valid name, unless `metric` is WORKLOAD/NAME or memory/NAME."""
+    place, slash, name = metric.partition("/")
+    if not slash:
+        raise ConfigError(f"{key}: found {metric!r}, allowed is WORKLOAD/NAME, for example {_example(experiment)!r}")
+    if place == MEMORY:
+        if not _GPU_PEAK.fullmatch(name):
+            require_name(name, {*HIGHER_MEMORY, *LOWER_MEMORY, *MEMORY_FACTS}, f"{key}: {metric!r}: memory value")
+        return
+    require_name(place, {*experiment.workloads, MEMORY}, f"{key}: {metric!r}: workload")
+    require_name(name, {*HIGHER_IS_BETTER, *LOWER_IS_BETTER}, f"{key}: {metric!r}: metric")
+
+
+def require_name(found: str, allowed: Iterable[str], what: str) -> None:
+    """Raise ConfigError with the nearest of `allowed` unless `found` is one of them."""
+    names = sorted(set(allowed))
+    if found in names:
+        return
+    near = difflib.get_close_matches(found, names, n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"{what} {found!r} is unknown, allowed are {', '.join(names) or 'none'}{hint}")
+
+
+def _constrained_value(result: TrialResult, metric: str) -> tuple[Quantity | None, str | None]:
+    """The value a constraint is held against; a p99 of fewer than 100 requests is their maximum, said in a note."""
+    quantity = value(result, metric)
+    if quantity is None and metric.endswith("_p99_s"):
+        quantity = value(result, metric.replace("_p99_s", "_max_s"))
+        if quantity is not None:
+            return quantity, f"{metric} stands for the maximum of {quantity.n}: a p99 needs 100 samples"
+    return quantity, None
+
+
+def _memory(result: TrialResult, name: str) -> Quantity | None:
+    if name == "gpu_peak_gib":
+        peaks = [fact.value for key, fact in result.memory.items() if _GPU_PEAK.fullmatch(key)]
+        return finite(Quantity(value=max(peaks), n=len(peaks))) if peaks else None
+    fact = result.memory.get(name)
+    return finite(Quantity(value=fact.value)) if fact else None
+
+
+def weighted_mean(numbers: Mapping[str, float], weights: Mapping[str, float]) -> float | None:
+    """Harmonic for rates (tokens per second), arithmetic for all else; weights sum to 1."""
+    if all(metric.endswith("tok_s") for metric in numbers):
+        return harmonic_mix(numbers, {metric: weights[metric] for metric in numbers})
+    return sum(weights[metric] * number for metric, number in numbers.items())
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _example(experiment: Experiment) -> str:
+    return f"{next(iter(experiment.workloads), 'code-review-8k')}/decode_tok_s"
