@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+
+from orchestrator.config import Workload
+from orchestrator.metrics import Measurement, RequestTrace, Window, counters_reset, ttft_s
+from orchestrator.quantity import median
 
 
 class Level(StrEnum):
@@ -28,3 +35,298 @@ class Verdict:
 
     level: Level
     reasons: tuple[Reason, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What the verdict needs besides the requests. log: what the engine's log gained while measuring.
+
+    text_tokens[i]: tokens of prompt i's own text, so that the rest of its prompt is template and nonce.
+    """
+
+    log: str = ""
+    foreign_gpu_users: tuple[str, ...] = ()
+    text_tokens: tuple[int | None, ...] = ()
+    proposals: int | None = None
+    method: str | None = None
+    synthetic_acceptance: bool = False
+
+
+# Code -> level. A note tells how to read a number and takes nothing from it.
+LEVELS: Mapping[str, Level] = {
+    "prefix_cache_hits": Level.INVALID,
+    "stream_errors": Level.INVALID,
+    "short_output": Level.INVALID,
+    "counter_reset": Level.INVALID,
+    "gpu_shared": Level.INVALID,
+    "client_late": Level.INVALID,
+    "compile_in_window": Level.SUSPECT,
+    "first_touch_outlier": Level.SUSPECT,
+    "length_differs": Level.SUSPECT,
+    "degenerate_output": Level.SUSPECT,
+    "acceptance_collapse": Level.SUSPECT,
+    "few_repeats": Level.SUSPECT,
+    "synthetic_acceptance": Level.SUSPECT,
+    "random_prompts": Level.SUSPECT,
+    "ramp_and_drain": Level.SUSPECT,
+    "bunched_chunks": Level.VALID,
+    "first_chunk_assumed": Level.VALID,
+}
+_ORDER = (Level.VALID, Level.SUSPECT, Level.INVALID)
+
+MAX_LOOP_LAG_S = 0.005
+MAX_CLIENT_CPU = 0.9
+MIN_REPEATS = 3
+MAX_LENGTH_DIFFERENCE = 0.05
+# Prompt tokens per request that may come from the cache when nobody could count the template's: its fixed beginning.
+UNKNOWN_TEMPLATE_TOKENS = 64
+CACHE_SLACK_TOKENS = 4
+MIN_FULL_CONCURRENCY = 0.5
+MIN_DRAFTS_SHARE = 0.25
+LOW_FIRST_POSITION = 0.3
+# Accepted / drafted below which a trained draft of that method is more likely broken than unlucky. From public
+# reports: sound drafts 0.35-0.9, drafts with missing weights or a wrong block size 0.04-0.14.
+LOWEST_ACCEPTANCE: Mapping[str, float] = {
+    "mtp": 0.25,
+    "dspark": 0.2,
+    "dflash": 0.15,
+    "eagle": 0.15,
+    "eagle3": 0.15,
+    "draft_model": 0.15,
+}
+_COMPILING = re.compile(
+    r"JIT compilation during inference|begins to compile kernel|\btorch\.compile takes|Compiling a graph|"
+    r"Captur(?:e|ing) (?:\w+ )*cuda ?graph|Graph capturing finished|DeepGEMM.*(?:JIT|compil)|Autotuning process starts|"
+    r"\bcompiling\b.*\bkernel|saved AOT compiled function",
+    re.IGNORECASE,
+)
+MIN_LOOP_BYTES = 256
+LOOP_WINDOW_BYTES = 1024
+LOOP_RATIO = 0.12
+
+
+def judge(workload: Workload, measurement: Measurement, windows: Sequence[Window], evidence: Evidence) -> Verdict:
+    """The verdict on one workload of one trial; what only shows between trials is added by cross_check."""
+    answered = [t for window in windows for t in window.traces if t.error is None]
+    found = [
+        _prefix_cache_hits(measurement, answered, evidence),
+        _stream_errors(workload, measurement),
+        _short_output(workload, answered),
+        _counter_reset(windows),
+        _gpu_shared(evidence),
+        _client_late(measurement),
+        _compile_in_window(evidence),
+        _first_touch_outlier(answered),
+        _degenerate_output(workload, answered),
+        _acceptance_collapse(measurement, evidence),
+        _few_repeats(windows),
+        _random_prompts(workload, evidence),
+        _ramp_and_drain(workload, measurement),
+        *_notes(measurement, answered),
+    ]
+    return verdict_of(reason for reason in found if reason is not None)
+
+
+def verdict_of(reasons: Iterable[Reason]) -> Verdict:
+    """The reasons under the worst of their levels, each reason once."""
+    unique = tuple(dict.fromkeys(reasons))
+    return Verdict(level=max((LEVELS[r.code] for r in unique), key=_ORDER.index, default=Level.VALID), reasons=unique)
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """One verdict for several workloads: the worst level, all reasons."""
+    return verdict_of(reason for verdict in verdicts for reason in verdict.reasons)
+
+
+def _prefix_cache_hits(measurement: Measurement, answered: Sequence[RequestTrace], evidence: Evidence) -> Reason | None:
+    hits = [x for x in measurement.repeats.get("prefix_hit_tokens", ()) if x is not None]
+    if not hits:
+        return None
+    allowed = sum(_allowed_hits(trace, evidence) for trace in answered)
+    if sum(hits) <= allowed:
+        return None
+    return Reason(
+        code="prefix_cache_hits",
+        detail=f"{sum(hits):.0f} prompt tokens came from the prefix cache, at most {allowed:.0f} can be template",
+    )
+
+
+def _allowed_hits(trace: RequestTrace, evidence: Evidence) -> float:
+    """Tokens in front of the nonce that all prompts share: at most what is not the prompt's own text."""
+    tokens = evidence.text_tokens[trace.index] if trace.index < len(evidence.text_tokens) else None
+    if tokens is None or trace.prompt_tokens is None:
+        return UNKNOWN_TEMPLATE_TOKENS
+    return max(0, trace.prompt_tokens - tokens) + CACHE_SLACK_TOKENS
+
+
+def _stream_errors(workload: Workload, measurement: Measurement) -> Reason | None:
+    if not measurement.num_failed or measurement.num_failed <= workload.max_error_rate * measurement.num_requests:
+        return None
+    return Reason(
+        code="stream_errors",
+        detail=f"{measurement.num_failed} of {measurement.num_requests} requests failed: {measurement.first_error}",
+    )
+
+
+def _short_output(workload: Workload, answered: Sequence[RequestTrace]) -> Reason | None:
+    stops = () if workload.ignore_eos else ("stop", "tool_calls", "function_call")
+    short = [
+        t
+        for t in answered
+        if t.completion_tokens is not None and t.completion_tokens < t.asked_tokens and t.finish_reason not in stops
+    ]
+    if not short:
+        return None
+    worst_one = min(short, key=lambda t: t.completion_tokens or 0)
+    return Reason(
+        code="short_output",
+        detail=f"{len(short)} of {len(answered)} answers are shorter than asked without a stop, for example "
+        f"{worst_one.completion_tokens} of {worst_one.asked_tokens} tokens (finish_reason {worst_one.finish_reason})",
+    )
+
+
+def _counter_reset(windows: Sequence[Window]) -> Reason | None:
+    if not any(counters_reset(window) for window in windows):
+        return None
+    return Reason(code="counter_reset", detail="the engine's counters went back while measuring: it restarted")
+
+
+def _gpu_shared(evidence: Evidence) -> Reason | None:
+    if not evidence.foreign_gpu_users:
+        return None
+    return Reason(code="gpu_shared", detail=f"also on the GPU: {', '.join(evidence.foreign_gpu_users)}")
+
+
+def _client_late(measurement: Measurement) -> Reason | None:
+    lag_s = max((x for x in measurement.repeats.get("client_lag_p99_s", ()) if x is not None), default=0.0)
+    cpu = max((x for x in measurement.repeats.get("client_cpu_share", ()) if x is not None), default=0.0)
+    if lag_s <= MAX_LOOP_LAG_S and cpu <= MAX_CLIENT_CPU:
+        return None
+    return Reason(
+        code="client_late",
+        detail=f"the client itself was the bottleneck: event loop late by {lag_s * 1e3:.1f} ms (p99), "
+        f"{cpu:.0%} of one core",
+    )
+
+
+def _compile_in_window(evidence: Evidence) -> Reason | None:
+    lines = [line for line in evidence.log.splitlines() if _COMPILING.search(line)]
+    if not lines:
+        return None
+    return Reason(
+        code="compile_in_window", detail=f"{len(lines)} compile lines while measuring: {lines[0].strip()[:200]}"
+    )
+
+
+def _first_touch_outlier(answered: Sequence[RequestTrace]) -> Reason | None:
+    """The first measured request of a shape is far slower to start than the others of that shape."""
+    for shape in dict.fromkeys(t.shape for t in answered):
+        first, *rest = [ttft_s(t) for t in answered if t.shape == shape]
+        usual = median(rest)
+        if first is None or usual is None or len(rest) < 2:
+            continue
+        if first > max(5 * usual, usual + 0.5) and first > 2 * max(x for x in rest if x is not None):
+            return Reason(
+                code="first_touch_outlier",
+                detail=f"the first request of shape {shape} took {first:.3f} s to a token, the others {usual:.3f} s",
+            )
+    return None
+
+
+def _degenerate_output(workload: Workload, answered: Sequence[RequestTrace]) -> Reason | None:
+    if workload.kind == "tokens":
+        return None
+    looping = [trace for trace in answered if is_looping(trace.text)]
+    if len(looping) * 10 <= len(answered):
+        return None
+    tail = " ".join(looping[0].text.split())[-80:]
+    return Reason(
+        code="degenerate_output", detail=f"{len(looping)} of {len(answered)} answers repeat themselves: …{tail}"
+    )
+
+
+def is_looping(text: str) -> bool:
+    """Whether a fourth or more of a text says the same again and again, by how far each piece of it compresses."""
+    data = text.encode()
+    if len(data) < MIN_LOOP_BYTES:
+        return False
+    pieces = [data[i : i + LOOP_WINDOW_BYTES] for i in range(0, len(data), LOOP_WINDOW_BYTES)]
+    if len(pieces) > 1 and len(pieces[-1]) < LOOP_WINDOW_BYTES:
+        pieces[-1] = data[-LOOP_WINDOW_BYTES:]
+    loops = sum(len(zlib.compress(piece, 6)) < _loop_size(len(piece)) for piece in pieces)
+    return loops * 4 >= len(pieces)
+
+
+def _loop_size(size: int) -> float:
+    # A phrase of some 60 bytes and zlib's own frame must be paid once, however short the piece is.
+    return 60 + LOOP_RATIO * size * 0.5
+
+
+def _acceptance_collapse(measurement: Measurement, evidence: Evidence) -> Reason | None:
+    if evidence.synthetic_acceptance or not evidence.proposals:
+        return None
+    positions = measurement.acceptance_by_position or ()
+    if len(positions) > 1 and positions[0] >= LOW_FIRST_POSITION and positions[1] < MIN_DRAFTS_SHARE * positions[0]:
+        return Reason(
+            code="acceptance_collapse",
+            detail=f"position 0 is accepted at {positions[0]:.0%}, position 1 at {positions[1]:.0%}: "
+            "likely draft weights that were not loaded, or more proposals than the draft was trained for",
+        )
+    rate = measurement.metrics.get("acceptance_rate")
+    lowest = LOWEST_ACCEPTANCE.get(method_name(evidence.method))
+    if rate is None or lowest is None or rate.value >= lowest:
+        return None
+    return Reason(
+        code="acceptance_collapse",
+        detail=f"{rate.value:.1%} of the drafted tokens are accepted, {evidence.method} should reach {lowest:.0%}: "
+        "likely draft weights that were not loaded, or proposals that do not fit the draft's block size",
+    )
+
+
+def method_name(method: str | None) -> str:
+    """One spelling for a method over engines: NEXTN, draft-dspark and deepseek_mtp are mtp, dspark and mtp."""
+    name = (method or "").lower().replace("-", "_").removeprefix("draft_") if method != "draft_model" else "draft_model"
+    known = {"nextn": "mtp", "standalone": "draft_model", "simple": "draft_model", "model": "draft_model"}
+    return "mtp" if name.endswith("_mtp") else known.get(name, name)
+
+
+def _few_repeats(windows: Sequence[Window]) -> Reason | None:
+    if len(windows) >= MIN_REPEATS:
+        return None
+    return Reason(code="few_repeats", detail=f"{len(windows)} repeats, {MIN_REPEATS} are needed to see the noise")
+
+
+def _random_prompts(workload: Workload, evidence: Evidence) -> Reason | None:
+    if evidence.synthetic_acceptance:
+        return Reason(
+            code="synthetic_acceptance",
+            detail="acceptance is set by hand, comparable only with trials that set the same",
+        )
+    if workload.kind != "tokens" or not evidence.proposals:
+        return None
+    return Reason(code="random_prompts", detail="acceptance on random token ids says nothing about real text")
+
+
+def _ramp_and_drain(workload: Workload, measurement: Measurement) -> Reason | None:
+    share = measurement.metrics.get("full_concurrency_share")
+    if workload.concurrency == 1 or share is None or share.value >= MIN_FULL_CONCURRENCY:
+        return None
+    return Reason(
+        code="ramp_and_drain",
+        detail=f"all {workload.concurrency} streams were busy in only {share.value:.0%} of the time: use more prompts",
+    )
+
+
+def _notes(measurement: Measurement, answered: Sequence[RequestTrace]) -> Iterator[Reason]:
+    gap_s, tpot = measurement.metrics.get("chunk_gap_s"), measurement.metrics.get("chunk_gap_mean_s")
+    if gap_s is not None and tpot is not None and gap_s.value < 0.1 * tpot.value:
+        yield Reason(
+            code="bunched_chunks",
+            detail=f"chunks arrive in bunches (median gap {gap_s.value * 1e3:.2f} ms, mean {tpot.value * 1e3:.2f} ms): "
+            "their gaps say nothing, tpot_s holds",
+        )
+    if any(t.chunk_tokens is None and (t.completion_tokens or 0) > 1 for t in answered):
+        yield Reason(
+            code="first_chunk_assumed",
+            detail="the server does not tell the tokens of each chunk: the first is taken to hold one token",
+        )

@@ -1,0 +1,255 @@
+"""One workload against one running server -> Measurement and Verdict; shared by trials, bench and promotion."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+
+from orchestrator.client import Client, Target
+from orchestrator.config import Workload
+from orchestrator.engines.base import Engine, EngineStats
+from orchestrator.metrics import Measurement, RequestTrace, Window, measure_windows
+from orchestrator.verdict import Evidence, Verdict, judge
+from orchestrator.workload import (
+    WARM_UP,
+    WARM_UP_TOKENS,
+    Prompt,
+    SizedText,
+    build_prompts,
+    load_texts,
+    nonce,
+    one_per_shape,
+    prompt_lengths,
+)
+
+Progress = Callable[[str, int, int], None]
+GPU_POLL_S = 2.0
+SETTLE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What the caller knows and the client cannot see; the defaults mean unknown.
+
+    log_text: the engine's log so far. foreign_gpu_users: who else is on the GPUs, one text each; called from another
+    thread. check_alive: raises EngineFailure when the engine is gone. proposals: draft tokens per step (None: no
+    speculation). method: the speculative method, for the acceptance that is expected of it.
+    """
+
+    log_text: Callable[[], str] = lambda: ""
+    foreign_gpu_users: Callable[[], tuple[str, ...]] = lambda: ()
+    check_alive: Callable[[], None] = lambda: None
+    proposals: int | None = None
+    method: str | None = None
+    synthetic_acceptance: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadRun:
+    """What one workload yielded. traces are the measured requests, in the order they were sent."""
+
+    measurement: Measurement
+    verdict: Verdict
+    traces: tuple[RequestTrace, ...]
+
+
+class Stalled(Exception):
+    """A request had no token for stall_s. `run` holds what was measured of `workload` until then."""
+
+    def __init__(self, workload: str, reason: str, run: WorkloadRun) -> None:
+        super().__init__(f"{workload}: {reason}")
+        self.workload = workload
+        self.run = run
+
+
+def measure(
+    target: Target,
+    engine: Engine | None,
+    name: str,
+    workload: Workload,
+    *,
+    surroundings: Surroundings | None = None,
+    on_progress: Progress = lambda phase, done, total: None,
+    on_repeat: Callable[[Measurement], bool] = lambda measurement: True,
+    nonce_seed: str | None = None,
+) -> WorkloadRun:
+    """Warm up, then measure every repeat of `workload` on the server at `target`.
+
+    engine: reads the counters of that kind of server; None measures without them. on_progress(phase, done, total)
+    counts requests, phase is "warming" or "measuring". on_repeat gets the measurement so far after each repeat and
+    returns False to stop early. nonce_seed makes the nonces repeatable; only for servers that start afresh.
+    Raises Stalled, ConfigError (prompts missing or too short), and what surroundings.check_alive raises.
+    """
+    job = _Job(target, engine, name, workload, surroundings or Surroundings(), nonce_seed or secrets.token_hex(8))
+    return asyncio.run(job.run(on_progress, on_repeat))
+
+
+@dataclass(slots=True)
+class _Job:
+    """One call of `measure`: what stays the same over its repeats."""
+
+    target: Target
+    engine: Engine | None
+    name: str
+    workload: Workload
+    surroundings: Surroundings
+    nonce_seed: str
+
+    async def run(self, on_progress: Progress, on_repeat: Callable[[Measurement], bool]) -> WorkloadRun:
+        workload, windows, foreign = self.workload, list[Window](), set[str]()
+        total = workload.num_prompts * workload.repeats
+        async with Client(self.target) as client:
+            texts = await self._texts(client)
+            warm_up, stalled = await self._warm_up(client, texts, on_progress)
+            log_before = self.surroundings.log_text()
+            for repeat in range(0 if stalled else workload.repeats):
+                prompts = build_prompts(workload, self.name, texts, repeat, self.nonce_seed)
+                on_done = _counting(on_progress, "measuring", len(prompts) * repeat, total)
+                async with _watched(self.surroundings.foreign_gpu_users, foreign):
+                    windows.append(await self._repeat(client, prompts, repeat, on_done))
+                stalled = windows[-1].stalled
+                if stalled or not on_repeat(measure_windows(windows, warm_up)):
+                    break
+        log = appended(log_before, self.surroundings.log_text())
+        run = self._judged(windows, warm_up, log, tuple(sorted(foreign)), [text.tokens for text in texts])
+        if stalled:
+            raise Stalled(self.name, stalled, run)
+        return run
+
+    async def _texts(self, client: Client) -> list[SizedText]:
+        """The text of each prompt, cut to its length by the server's own tokenizer."""
+        bases = load_texts(self.workload)
+        if not bases:
+            return []
+        exact = self.workload.prompt_tokens_spread == 0
+        front = (await client.count_tokens(nonce("4f3a91c2")) or 0) if self.workload.nonce else 0
+        return [
+            await client.sized(bases[i % len(bases)], length and max(1, length - front), exact=exact)
+            for i, length in enumerate(prompt_lengths(self.workload))
+        ]
+
+    async def _warm_up(
+        self, client: Client, texts: Sequence[SizedText], on_progress: Progress
+    ) -> tuple[tuple[RequestTrace, ...], str | None]:
+        """Touch every shape alone (the cold sample), then at the workload's concurrency; nothing of it is measured."""
+        traces: list[RequestTrace] = []
+        prompts = build_prompts(self.workload, self.name, texts, WARM_UP, self.nonce_seed)
+        waves = [(one_per_shape(prompts), replace(self.workload, concurrency=1))] * (self.workload.warmup > 0)
+        for turn in range(1, self.workload.warmup + (self.workload.concurrency > 1)):
+            again = build_prompts(self.workload, self.name, texts, WARM_UP - turn, self.nonce_seed)
+            waves.append((again[: self.workload.concurrency], self.workload))
+        total = sum(len(wave) for wave, _ in waves)
+        for wave, workload in waves:
+            short = [replace(p, max_tokens=min(p.max_tokens, WARM_UP_TOKENS)) for p in wave]
+            on_done = _counting(on_progress, "warming", len(traces), total)
+            window = await client.run(
+                short,
+                workload,
+                WARM_UP,
+                open_loop=False,
+                check=self.surroundings.check_alive,
+                on_done=on_done,
+            )
+            traces.extend(window.traces)
+            if window.stalled:
+                return tuple(traces), f"warm-up: {window.stalled}"
+        return tuple(traces), None
+
+    async def _repeat(
+        self, client: Client, prompts: Sequence[Prompt], repeat: int, on_done: Callable[[int], None]
+    ) -> Window:
+        before = await self._stats(client)
+        with _garbage_frozen():
+            window = await client.run(
+                prompts, self.workload, repeat, check=self.surroundings.check_alive, on_done=on_done
+            )
+        return replace(window, before=before, after=await self._stats(client))
+
+    async def _stats(self, client: Client) -> EngineStats:
+        """The engine's counters once it is idle: some engines count a request only when it has ended."""
+        if self.engine is None:
+            return EngineStats()
+        deadline_s = asyncio.get_running_loop().time() + SETTLE_S
+        while True:
+            page = await client.get("/metrics")
+            path = self.engine.server_info_path
+            info = await client.get(path) if path else None
+            stats = self.engine.stats(page, _json_object(info))
+            if not stats.requests_running or asyncio.get_running_loop().time() > deadline_s:
+                return stats
+            await asyncio.sleep(0.1)
+
+    def _judged(
+        self,
+        windows: Sequence[Window],
+        warm_up: Sequence[RequestTrace],
+        log: str,
+        foreign: tuple[str, ...],
+        text_tokens: Sequence[int | None],
+    ) -> WorkloadRun:
+        around = self.surroundings
+        evidence = Evidence(
+            log=log,
+            foreign_gpu_users=foreign,
+            text_tokens=tuple(text_tokens),
+            proposals=around.proposals,
+            method=around.method,
+            synthetic_acceptance=around.synthetic_acceptance,
+        )
+        measurement = measure_windows(windows, warm_up)
+        verdict = judge(self.workload, measurement, windows, evidence)
+        return WorkloadRun(measurement=measurement, verdict=verdict, traces=tuple(t for w in windows for t in w.traces))
+
+
+def _counting(on_progress: Progress, phase: str, before: int, total: int) -> Callable[[int], None]:
+    return lambda done: on_progress(phase, before + done, total)
+
+
+def appended(before: str, after: str) -> str:
+    """What a log gained, also when `after` is only its last part."""
+    if after.startswith(before):
+        return after[len(before) :]
+    last = before.rstrip("\n").rpartition("\n")[2]
+    return after.rpartition(last + "\n")[2] if last else after
+
+
+def _json_object(text: str | None) -> dict[str, object] | None:
+    try:
+        document = json.loads(text) if text else None
+    except ValueError:
+        return None
+    return document if isinstance(document, dict) else None
+
+
+@contextmanager
+def _garbage_frozen() -> Iterator[None]:
+    """Keep the collector off the objects that exist now: a full collection would stop the client for longer."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@asynccontextmanager
+async def _watched(users: Callable[[], tuple[str, ...]], seen: set[str]) -> AsyncIterator[None]:
+    """Gather who else uses the GPUs, from before the body until after it."""
+
+    async def poll() -> None:
+        while True:
+            seen.update(await asyncio.to_thread(users))
+            await asyncio.sleep(GPU_POLL_S)
+
+    seen.update(await asyncio.to_thread(users))
+    watching = asyncio.create_task(poll())
+    try:
+        yield
+        seen.update(await asyncio.to_thread(users))
+    finally:
+        watching.cancel()

@@ -1,0 +1,151 @@
+"""Samples -> numbers with intervals, and whether two of them differ. Pure arithmetic; non-finite values end here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+RESAMPLES = 2000
+MIN_SAMPLES_P99 = 100
+# Two-sided 95% points of Student's t for 1, 2, ... degrees of freedom; beyond the last it is the normal's.
+_T95 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantity:
+    """One number with its 95% interval (None when there is nothing to resample) and its number of samples."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    n: int = 1
+
+
+def finite(value: float | None) -> float | None:
+    """The value, or None when it is absent, infinite or not a number."""
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def over(numerator: float | None, denominator: float | None) -> float | None:
+    """The quotient; None when a part is unknown or the denominator is not above 0."""
+    if numerator is None or denominator is None or not denominator > 0:
+        return None
+    return finite(numerator / denominator)
+
+
+def median(values: Iterable[float | None]) -> float | None:
+    """Median of what is known, None of nothing."""
+    known = _known(values)
+    return float(np.median(known)) if known else None
+
+
+def quantile(values: Iterable[float | None], q: float) -> float | None:
+    """Quantile between the order statistics around it, so never above the maximum."""
+    known = _known(values)
+    return float(np.quantile(known, q)) if known else None
+
+
+def over_repeats(repeats: Sequence[float | None], requests: Sequence[float | None] = ()) -> Quantity | None:
+    """Median over repeats with a bootstrap interval. n counts requests where given, else repeats.
+
+    With a single repeat the interval comes from its requests, where there are several.
+    """
+    known = _known(repeats)
+    if not known:
+        return None
+    samples = _known(requests)
+    low, high = _bootstrap(known if len(known) > 1 else samples, 0.5)
+    return Quantity(value=float(np.median(known)), low=low, high=high, n=len(samples) if requests else len(known))
+
+
+def tails(name: str, values: Iterable[float | None]) -> dict[str, Quantity | None]:
+    """p50, p90, p99 and max over all requests, named after `name` (ttft_s -> ttft_p90_s); no p99 below n = 100."""
+    known = _known(values)
+    stem, unit = name.rsplit("_", 1)
+    named: dict[str, Quantity | None] = {}
+    for percent in (50, 90, 99):
+        enough = len(known) >= (MIN_SAMPLES_P99 if percent == 99 else 1)
+        named[f"{stem}_p{percent}_{unit}"] = _pooled_quantile(known, percent / 100) if enough else None
+    named[f"{stem}_max_{unit}"] = Quantity(value=max(known), n=len(known)) if known else None
+    return named
+
+
+def ratio(a: Iterable[float | None], b: Iterable[float | None]) -> Quantity | None:
+    """median(a) / median(b) with its 95% interval; a and b are the values of the repeats. None where undefined.
+
+    A percentile bootstrap of three repeats can only reach from the least to the greatest of them, which calls two
+    identical arms different one time in ten. So the interval is at least as wide as Student's t on the logarithms with
+    min(len(a), len(b)) - 1 degrees of freedom. It is unknown (None) with a single repeat on either side.
+    """
+    left, right = _known(a), _known(b)
+    if not left or not right:
+        return None
+    value = over(float(np.median(left)), float(np.median(right)))
+    if value is None or min(*left, *right) <= 0:
+        return None
+    n = min(len(left), len(right))
+    if n < 2:
+        return Quantity(value=value, n=n)
+    logs = np.log(left), np.log(right)
+    centre = float(logs[0].mean() - logs[1].mean())
+    spread = math.sqrt(sum(float(x.var(ddof=1)) / len(x) for x in logs))
+    reach = spread * (_T95[n - 2] if n - 2 < len(_T95) else 1.96)
+    draws = _medians(left, 0) / _medians(right, 1)
+    low, high = np.quantile(draws, (0.025, 0.975))
+    return Quantity(
+        value=value,
+        low=min(float(low), math.exp(centre - reach), value),
+        high=max(float(high), math.exp(centre + reach), value),
+        n=n,
+    )
+
+
+def differs(a: Iterable[float | None], b: Iterable[float | None]) -> bool:
+    """Whether the interval of ratio(a, b) excludes 1; False when it is unknown."""
+    found = ratio(a, b)
+    if found is None or found.low is None or found.high is None:
+        return False
+    # The logarithms' round trip must not tell two equal arms apart.
+    return found.low > 1 + 1e-9 or found.high < 1 - 1e-9
+
+
+def harmonic_mix(rates: Mapping[str, float | None], shares: Mapping[str, float]) -> float | None:
+    """Rate of a mix of work, `shares` being each part's share of the tokens: sum(w) / sum(w / rate)."""
+    if not shares or any(not rates.get(name) for name in shares):
+        return None
+    time_s = sum(share / (rates[name] or math.nan) for name, share in shares.items())
+    return over(sum(shares.values()), time_s)
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in map(finite, values) if value is not None]
+
+
+def _pooled_quantile(known: Sequence[float], q: float) -> Quantity:
+    low, high = _bootstrap(known, q)
+    return Quantity(value=float(np.quantile(known, q)), low=low, high=high, n=len(known))
+
+
+def _bootstrap(known: Sequence[float], q: float) -> tuple[float | None, float | None]:
+    if len(known) < 2:
+        return None, None
+    draws = np.quantile(_resampled(known, 0), q, axis=1)
+    low, high = np.quantile(draws, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def _medians(known: Sequence[float], stream: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    return np.median(_resampled(known, stream), axis=1)
+
+
+def _resampled(known: Sequence[float], stream: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    # A fixed seed: the same samples always get the same interval.
+    draw = np.random.default_rng([2026, stream])
+    values = np.asarray(known, dtype=np.float64)
+    return values[draw.integers(0, len(values), (RESAMPLES, len(values)))]
