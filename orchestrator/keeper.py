@@ -84,6 +84,14 @@ def _end_all(engine_pid: int, grace_s: float) -> tuple[int | None, list[int]]:
     return code, [p.pid for p in _descendants()]
 
 
+def _owner_lives(owner: socket.socket) -> bool:
+    """Whether the owner wrote, rather than vanished; with messages of ours unread, its end is a reset."""
+    try:
+        return bool(owner.recv(1))
+    except ConnectionResetError:
+        return False
+
+
 def main() -> int:
     owner = socket.socket(fileno=int(sys.argv[1]))
     grace_s = float(sys.argv[2])
@@ -119,9 +127,8 @@ def main() -> int:
             code = _reap(engine.pid)
         if owner.fileno() in readable:
             stopping = True
-            with contextlib.suppress(OSError):
-                if not owner.recv(1):
-                    grace_s = min(grace_s, ORPHANED_GRACE_S)
+            if not _owner_lives(owner):
+                grace_s = min(grace_s, ORPHANED_GRACE_S)
     if code is not None:
         tell(exit=code)
     late, left = _end_all(engine.pid, grace_s)
