@@ -12,6 +12,7 @@ from mlflow.entities import Run
 
 from orchestrator import trial
 from orchestrator.config import Experiment
+from orchestrator.engines.base import TrialStatus
 from orchestrator.errors import TrackingError
 from orchestrator.tracking.store import PARENT, border, campaigns, connect, is_missing, search, store_uri
 from orchestrator.trial import TrialResult
@@ -28,7 +29,10 @@ class Recorded:
 
 
 def last_campaign(experiment: Experiment, *, all: bool = False) -> list[Recorded]:
-    """The results of the newest campaign, oldest trial first; with `all`, of every campaign, newest first."""
+    """The results of the newest campaign, oldest trial first; with `all`, of every campaign, newest first.
+
+    A fault of the machine is left out where the same point was measured after all.
+    """
     uri = store_uri(experiment)
     with border(uri, "cannot be read"):
         if is_missing(uri):
@@ -41,7 +45,13 @@ def last_campaign(experiment: Experiment, *, all: bool = False) -> list[Recorded
         runs = search(client, found.experiment_id, "tags.kind = 'trial'")
     chosen = [run.info.run_id for run in (parents if all else parents[:1])]
     children = [run for c in chosen for run in reversed(runs) if run.data.tags.get(PARENT) == c]
-    return [recorded(client, uri, run) for run in children if "result" in run.data.tags]
+    results = [recorded(client, uri, run) for run in children if "result" in run.data.tags]
+    answered = {(r.campaign_id, r.result.spec.key) for r in results if r.result.status != TrialStatus.INFRASTRUCTURE}
+    return [
+        r
+        for r in results
+        if r.result.status != TrialStatus.INFRASTRUCTURE or (r.campaign_id, r.result.spec.key) not in answered
+    ]
 
 
 def load_run(tracking_uri: str, run_id: str) -> Recorded:

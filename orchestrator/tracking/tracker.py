@@ -94,26 +94,35 @@ class Tracker:
         return closed
 
     def start_campaign(self, config_yaml: str, tags: Mapping[str, str] | None = None) -> str:
-        """Open the parent run of a campaign and make it current. Returns its run id."""
+        """Open the parent run of a campaign and make it current. Returns its run id.
+
+        When a campaign with the same `folder` tag is there, it is the same one, resumed: what it holds is kept.
+        """
+        tags = {"kind": "campaign", **driver.tags(), **(tags or {})}
         with self._lock, border(self.uri, "the campaign cannot be recorded"):
-            name = f"{self._name} {time.strftime('%Y-%m-%d %H:%M:%S')}"
-            run = self._client.create_run(
-                self._experiment_id, run_name=name, tags={"kind": "campaign", **driver.tags(), **(tags or {})}
-            )
-            self.campaign_id = str(run.info.run_id)
+            self.campaign_id = self._campaign_of(tags.get("folder"))
+            if self.campaign_id is None:
+                name = f"{self._name} {time.strftime('%Y-%m-%d %H:%M:%S')}"
+                self.campaign_id = str(self._client.create_run(self._experiment_id, run_name=name).info.run_id)
+            else:
+                self._client.update_run(self.campaign_id, status="RUNNING")
+                self._recorded |= self._results_of(self.campaign_id)
+            self._tag(self.campaign_id, tags)
             self._client.log_text(self.campaign_id, config_yaml, "config.yaml")
         return self.campaign_id
 
-    def resume_campaign(self) -> str | None:
-        """Open the newest campaign again and make it current. Returns its run id, None when there is none."""
-        with self._lock, border(self.uri, "the campaign cannot be resumed"):
-            newest = campaigns(self._client, self._experiment_id)[:1]
-            if not newest:
-                return None
-            self.campaign_id = str(newest[0].info.run_id)
-            self._client.update_run(self.campaign_id, status="RUNNING")
-            self._tag(self.campaign_id, driver.tags())
-        return self.campaign_id
+    def _campaign_of(self, folder: str | None) -> str | None:
+        """The newest campaign whose folder this is, or lies above it."""
+        for run in campaigns(self._client, self._experiment_id) if folder else []:
+            if (home := run.data.tags.get("folder")) and Path(str(folder)).is_relative_to(home):
+                return str(run.info.run_id)
+        return None
+
+    def _results_of(self, campaign_id: str) -> dict[str, str]:
+        """Identity of each result that is completely recorded in a campaign -> its run id."""
+        runs = search(self._client, self._experiment_id, f"tags.`{PARENT}` = '{campaign_id}'")
+        ended = [run for run in runs if run.info.status != "RUNNING" and "result" in run.data.tags]
+        return {run.data.tags["result"]: str(run.info.run_id) for run in ended}
 
     def start_trial(self, spec: TrialSpec) -> str:
         """Open the child run of one trial, RUNNING, with its params. Returns its run id."""
@@ -125,8 +134,11 @@ class Tracker:
     def record(self, result: TrialResult) -> str:
         """Write params, metrics, series, tags, artifacts and figures, and end the run. Returns its run id.
 
-        Raises TrackingError when the store cannot be written to; the run then stays for `replay`.
+        A result that this campaign holds already is left as it is. Raises TrackingError when the store cannot be
+        written to; calling it again, or `replay`, then completes the same run.
         """
+        if (held := self._recorded.get(entries.identity(result))) is not None:
+            return held
         key = (result.spec.name, result.spec.key)
         entry = entries.entry(result, self._workload)
         pictures = figures.trial(result)
@@ -144,12 +156,13 @@ class Tracker:
         """
         pictures = figures.campaign(results, self._workload)
         with self._lock, border(self.uri, "the campaign cannot be closed"):
-            for run_id in [run_id for waiting in self._open.values() for run_id in waiting]:
-                self._client.set_tag(run_id, "cause", "no_result")
-                self._client.set_terminated(run_id, status="KILLED")
-            self._open.clear()
             if self.campaign_id is None:
                 return
+            mine = f"attributes.status = 'RUNNING' AND tags.`{PARENT}` = '{self.campaign_id}'"
+            for run in search(self._client, self._experiment_id, mine):
+                self._client.set_tag(run.info.run_id, "cause", "no_result")
+                self._client.set_terminated(run.info.run_id, status="KILLED")
+            self._open.clear()
             for result in results:
                 self._add_campaign_numbers(result)
             self._tag(self.campaign_id, self._summary(results, best))
@@ -189,28 +202,39 @@ class Tracker:
                 self._client.log_figure(self.campaign_id, content, name)
 
     def replay(self, workdirs: Sequence[Path]) -> list[str]:
-        """Record every result.json in `workdirs` that the store does not have yet. Returns the run ids written."""
-        written = []
+        """Record every result.json in `workdirs` that the store does not have yet. Returns the run ids written.
+
+        Each goes to the campaign whose folder its workdir lies in, else to the current or the newest one.
+        """
+        found = [(workdir, result) for workdir in workdirs if (result := _read_result(workdir / "result.json"))]
+        before, written = self.campaign_id, []
         with self._lock, border(self.uri, "cannot be read"):
-            self.campaign_id = self.campaign_id or self.resume_campaign() or self.start_campaign("")
             known = search(self._client, self._experiment_id, "tags.kind = 'trial'")
-        complete = {run.data.tags.get("result") for run in known if run.info.status != "RUNNING"}
-        for path in [workdir / "result.json" for workdir in workdirs]:
-            result = _read_result(path)
-            if result is not None and entries.identity(result) not in complete:
-                self._reopen(result, known)
-                written.append(self.record(result))
+            newest = [str(run.info.run_id) for run in campaigns(self._client, self._experiment_id)[:1]]
+        held = {run.data.tags.get("result") for run in known if run.info.status != "RUNNING"}
+        for workdir, result in found:
+            if entries.identity(result) in held:
+                continue
+            with self._lock, border(self.uri, "cannot be read"):
+                home = self._campaign_of(str(workdir.absolute()))
+            self.campaign_id = home or before or next(iter(newest), None) or self.start_campaign("")
+            self._continue_run(result, known)
+            written.append(self.record(result))
+        if not newest and before is None and self.campaign_id is not None:
+            with self._lock, border(self.uri, "the campaign cannot be closed"):
+                self._client.set_terminated(self.campaign_id)
+        self.campaign_id = before
         return written
 
-    def _reopen(self, result: TrialResult, known: Sequence[Run]) -> None:
-        """Continue the unfinished run of this trial where its params are the same; else a new run is made."""
+    def _continue_run(self, result: TrialResult, known: Sequence[Run]) -> None:
+        """Take up the run that was opened for this trial where its params are the same; else a new one is made."""
         key = (result.spec.name, result.spec.key)
         wanted, _ = entries.params(result.spec)
         for run in known:
             tags = run.data.tags
-            same = (run.info.run_name, tags.get("key")) == key and run.data.params == wanted
-            if same and "result" not in tags and run.info.run_id not in self._open.get(key, []):
-                self._open.setdefault(key, []).insert(0, run.info.run_id)
+            mine = (run.info.run_name, tags.get("key")) == key and tags.get(PARENT) == self.campaign_id
+            if mine and "result" not in tags and run.data.params == wanted:
+                self._open.setdefault(key, []).append(str(run.info.run_id))
                 return
 
     def _create_trial(self, spec: TrialSpec, start_ms: int | None) -> str:

@@ -1,11 +1,10 @@
-"""Results -> tables for people and JSON documents for programs, from the same objects. Figures are in figures.py."""
+"""Results -> tables for people. Nothing is cut: a cell that does not fit is folded, and a pipe gets the full width."""
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -14,9 +13,11 @@ from rich.text import Text
 
 from orchestrator.config import Experiment
 from orchestrator.engines.base import TrialStatus
-from orchestrator.metrics import Measurement, Quantity
+from orchestrator.metrics import Measurement
+from orchestrator.report.cells import brief, interval, number, short, varying_params
+from orchestrator.report.documents import same_trial
 from orchestrator.trial import TrialResult
-from orchestrator.verdict import Level, Verdict
+from orchestrator.verdict import Level
 
 if TYPE_CHECKING:
     from orchestrator.tracking import Recorded
@@ -34,87 +35,39 @@ _FOOTNOTES = {
 }
 
 
-def same_trial(a: TrialResult | None, b: TrialResult | None) -> bool:
-    """Whether both are the same execution, even when one of them got campaign metrics added."""
-    if a is None or b is None:
-        return False
-    return (a.spec.name, a.spec.key, a.started_at, a.workdir) == (b.spec.name, b.spec.key, b.started_at, b.workdir)
-
-
-def document(experiment: Experiment, results: Sequence[Recorded], best: TrialResult | None) -> dict[str, Any]:
-    """The JSON document of `tune` and `results`: strict, absent is null."""
-    chosen = next((r for r in results if same_trial(r.result, best)), None)
-    return {
-        "experiment": experiment.name,
-        "trials": [_trial_document(recorded) for recorded in results],
-        "best": {"name": chosen.result.spec.name, "run_id": chosen.run_id} if chosen else None,
-    }
-
-
-def _trial_document(recorded: Recorded) -> dict[str, Any]:
-    result = recorded.result
-    return {
-        "name": result.spec.name,
-        "key": result.spec.key,
-        "run_id": recorded.run_id,
-        "status": str(result.status),
-        "cause": result.cause,
-        "reason": result.reason,
-        "params": dict(result.spec.params),
-        "measurements": measurements_document(result.measurements, result.verdicts),
-        "verdict": verdict_document(result.verdict),
-    }
-
-
-def measurements_document(
-    measurements: Mapping[str, Measurement], verdicts: Mapping[str, Verdict]
-) -> dict[str, dict[str, Any]]:
-    """{workload: {metric: {value, low, high, n} | null, acceptance_by_position: [...], verdict: {...}}}."""
-    return {
-        workload: {
-            **{name: quantity_document(quantity) for name, quantity in measurement.metrics.items()},
-            "acceptance_by_position": _by_position(measurement),
-            "verdict": verdict_document(verdicts.get(workload)),
-        }
-        for workload, measurement in measurements.items()
-    }
-
-
-def _by_position(measurement: Measurement) -> list[float] | None:
-    rates = measurement.acceptance_by_position
-    return list(rates) if rates is not None and all(map(math.isfinite, rates)) else None
-
-
-def quantity_document(quantity: Quantity | None) -> dict[str, Any] | None:
-    """{value, low, high, n}, or None for what is absent or not finite."""
-    if quantity is None or not math.isfinite(quantity.value):
-        return None
-    low, high = (x if x is not None and math.isfinite(x) else None for x in (quantity.low, quantity.high))
-    return {"value": quantity.value, "low": low, "high": high, "n": quantity.n}
-
-
-def verdict_document(verdict: Verdict | None) -> dict[str, Any] | None:
-    """{level, reasons: [{code, detail}]}, or None where nothing was judged."""
-    if verdict is None:
-        return None
-    return {
-        "level": str(verdict.level),
-        "reasons": [{"code": reason.code, "detail": reason.detail} for reason in verdict.reasons],
-    }
-
-
 def people_console(stream: IO[str]) -> Console:
     """A console that cuts nothing: as wide as the terminal, or as wide as wanted when it is a pipe or a file."""
     width = None if stream.isatty() else int(os.environ.get("COLUMNS") or 160)
     return Console(file=stream, width=width, highlight=False, soft_wrap=False)
 
 
+def plain_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table of plain text; the last column takes what room is left."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for header in headers:
+        table.add_column(header, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def measurements_table(measurements: Mapping[str, Measurement]) -> Table:
+    """Every metric of every workload that has a value, with its interval and number of samples."""
+    rows = [
+        [workload, name, interval(quantity, ".4g"), str(quantity.n)]
+        for workload, measurement in measurements.items()
+        for name, quantity in measurement.metrics.items()
+        if quantity is not None
+    ]
+    return plain_table(["workload", "metric", "value (95% interval)", "n"], rows)
+
+
 def campaign_table(experiment: Experiment, results: Sequence[Recorded], best: TrialResult | None) -> RenderableType:
     """One table per workload, the best marked; below them the failures with their levers, and the footnotes."""
     trials = [recorded.result for recorded in results]
     parts: list[RenderableType] = []
-    for number, workload in enumerate(_workloads(experiment, trials)):
-        rows = [t for t in trials if workload in t.measurements or (number == 0 and not t.measurements)]
+    for i, workload in enumerate(_workloads(experiment, trials)):
+        rows = [t for t in trials if workload in t.measurements or (i == 0 and not t.measurements)]
         parts.append(_workload_table(workload, rows, best))
     parts += [_explanations(trials), _footnotes(trials)]
     return Group(*parts)
@@ -133,14 +86,14 @@ def _workload_table(workload: str, rows: Sequence[TrialResult], best: TrialResul
     table.add_column("trial", overflow="fold", min_width=8)
     varying = varying_params(rows)
     for key in varying:
-        table.add_column(_short(key, varying), justify="right", overflow="fold")
+        table.add_column(short(key, varying), justify="right", overflow="fold")
     memory = _memory_column(rows)
     for name in ("status", "decode tok/s", "TTFT s", "acc. rate", "acc. len", memory, "speed-up", "verdict", "n"):
         left = name in ("status", "verdict")
         table.add_column(name, justify="left" if left else "right", overflow="fold")
     for result in rows:
         is_best = same_trial(result, best)
-        params = [_brief(result.spec.params.get(key)) for key in varying]
+        params = [brief(result.spec.params.get(key)) for key in varying]
         cells = ["*" if is_best else "", result.spec.name, *params, *_cells(result, workload)]
         table.add_row(*map(Text, cells), style="bold green" if is_best else _style(result, workload))
     return table
@@ -153,12 +106,12 @@ def _cells(result: TrialResult, workload: str) -> list[str]:
     verdict = result.verdicts.get(workload)
     return [
         str(result.status),
-        _interval(decode, ".1f"),
-        _number(found.get("ttft_s") or found.get("ttft_p50_s"), ".3f"),
-        _number(found.get("acceptance_rate"), ".2f"),
-        _number(found.get("acceptance_length"), ".2f"),
+        interval(decode, ".1f"),
+        number(found.get("ttft_s") or found.get("ttft_p50_s"), ".3f"),
+        number(found.get("acceptance_rate"), ".2f"),
+        number(found.get("acceptance_length"), ".2f"),
         _memory(result),
-        _number(found.get("speedup"), ".2f", "x"),
+        number(found.get("speedup"), ".2f", "x"),
         str(verdict.level) if verdict else "-",
         str(decode.n) if decode else "-",
     ]
@@ -169,32 +122,6 @@ def _style(result: TrialResult, workload: str) -> str:
         return "red"
     verdict = result.verdicts.get(workload)
     return "yellow" if verdict and verdict.level != Level.VALID else ""
-
-
-def varying_params(results: Iterable[TrialResult]) -> list[str]:
-    """Keys of the params that differ between the results and that the trials' names do not say already."""
-    listed = list(results)
-    keys = dict.fromkeys(key for result in listed for key in result.spec.params)
-    return [
-        key
-        for key in keys
-        if len({_brief(r.spec.params.get(key)) for r in listed}) > 1
-        and not all(_brief(r.spec.params[key]) in r.spec.name for r in listed if r.spec.params.get(key) is not None)
-    ]
-
-
-def _short(key: str, among: Sequence[str]) -> str:
-    """The last part of a dotted key, or more of it where two keys would look alike."""
-    parts = key.split(".")
-    for count in range(1, len(parts) + 1):
-        tail = ".".join(parts[-count:])
-        if sum(other == tail or other.endswith("." + tail) for other in among) == 1:
-            return tail
-    return key
-
-
-def _brief(value: object) -> str:
-    return "-" if value is None else str(value)
 
 
 def _memory_column(results: Iterable[TrialResult]) -> str:
@@ -210,19 +137,6 @@ def _memory(result: TrialResult) -> str:
         return f"{max(peaks):.1f}"
     rss = result.memory.get("host_rss_peak_gib")
     return f"{rss.value:.2f}" if rss else "-"
-
-
-def _number(quantity: Quantity | None, form: str, unit: str = "") -> str:
-    if quantity is None or not math.isfinite(quantity.value):
-        return "-"
-    return f"{quantity.value:{form}}{unit}"
-
-
-def _interval(quantity: Quantity | None, form: str) -> str:
-    text = _number(quantity, form)
-    if quantity is None or quantity.low is None or quantity.high is None or text == "-":
-        return text
-    return f"{text} ({quantity.low:{form}}-{quantity.high:{form}})"
 
 
 def _explanations(trials: Sequence[TrialResult]) -> RenderableType:

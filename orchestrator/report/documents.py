@@ -1,0 +1,84 @@
+"""Results -> the JSON documents of design.md section 3: strict, absent is null."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.config import Experiment
+from orchestrator.metrics import Measurement, Quantity
+from orchestrator.trial import TrialResult
+from orchestrator.verdict import Verdict
+
+if TYPE_CHECKING:
+    from orchestrator.tracking import Recorded
+
+
+def same_trial(a: TrialResult | None, b: TrialResult | None) -> bool:
+    """Whether both are the same execution, even when one of them got campaign metrics added."""
+    if a is None or b is None:
+        return False
+    return (a.spec.name, a.spec.key, a.started_at, a.workdir) == (b.spec.name, b.spec.key, b.started_at, b.workdir)
+
+
+def document(experiment: Experiment, results: Sequence[Recorded], best: TrialResult | None) -> dict[str, Any]:
+    """The JSON document of `tune` and `results`: strict, absent is null."""
+    chosen = next((r for r in results if same_trial(r.result, best)), None)
+    return {
+        "experiment": experiment.name,
+        "trials": [_trial_document(recorded) for recorded in results],
+        "best": {"name": chosen.result.spec.name, "run_id": chosen.run_id} if chosen else None,
+    }
+
+
+def _trial_document(recorded: Recorded) -> dict[str, Any]:
+    result = recorded.result
+    return {
+        "name": result.spec.name,
+        "key": result.spec.key,
+        "run_id": recorded.run_id,
+        "status": str(result.status),
+        "cause": result.cause,
+        "reason": result.reason,
+        "params": dict(result.spec.params),
+        "measurements": measurements_document(result.measurements, result.verdicts),
+        "verdict": verdict_document(result.verdict),
+    }
+
+
+def measurements_document(
+    measurements: Mapping[str, Measurement], verdicts: Mapping[str, Verdict]
+) -> dict[str, dict[str, Any]]:
+    """{workload: {metric: {value, low, high, n} | null, acceptance_by_position: [...], verdict: {...}}}."""
+    return {
+        workload: {
+            **{name: quantity_document(quantity) for name, quantity in measurement.metrics.items()},
+            "acceptance_by_position": _by_position(measurement),
+            "verdict": verdict_document(verdicts.get(workload)),
+        }
+        for workload, measurement in measurements.items()
+    }
+
+
+def _by_position(measurement: Measurement) -> list[float] | None:
+    rates = measurement.acceptance_by_position
+    return list(rates) if rates is not None and all(map(math.isfinite, rates)) else None
+
+
+def quantity_document(quantity: Quantity | None) -> dict[str, Any] | None:
+    """{value, low, high, n}, or None for what is absent or not finite."""
+    if quantity is None or not math.isfinite(quantity.value):
+        return None
+    low, high = (x if x is not None and math.isfinite(x) else None for x in (quantity.low, quantity.high))
+    return {"value": quantity.value, "low": low, "high": high, "n": quantity.n}
+
+
+def verdict_document(verdict: Verdict | None) -> dict[str, Any] | None:
+    """{level, reasons: [{code, detail}]}, or None where nothing was judged."""
+    if verdict is None:
+        return None
+    return {
+        "level": str(verdict.level),
+        "reasons": [{"code": reason.code, "detail": reason.detail} for reason in verdict.reasons],
+    }

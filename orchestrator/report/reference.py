@@ -1,0 +1,166 @@
+"""Published numbers beside ours: a CSV of experiments/reference, matched row by row with the results of a campaign.
+
+A column that names a metric (`decode_tok_s`, `tpot_ms`, or `sglang_decode_tok_s` for one engine) is a number to be
+held against ours; a column that names a parameter, `workload`, `proposals` or `num_speculative_tokens` finds the trial.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from orchestrator.config import Experiment, flatten
+from orchestrator.metrics import Quantity
+from orchestrator.objective import HIGHER_IS_BETTER, LOWER_IS_BETTER, objective_metrics, value
+from orchestrator.report.cells import brief, interval
+from orchestrator.report.documents import quantity_document
+from orchestrator.report.tables import plain_table
+from orchestrator.trial import TrialResult
+
+if TYPE_CHECKING:
+    from orchestrator.tracking import Recorded
+
+_METRICS = {*HIGHER_IS_BETTER, *LOWER_IS_BETTER}
+_DRAFT_TOKENS = ("num_speculative_tokens", "proposals")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """One published table. source: its comment lines; rows: column -> text, as the file has it."""
+
+    path: Path
+    source: tuple[str, ...]
+    rows: tuple[Mapping[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """One published number and ours. trial is None when no trial of ours is that point."""
+
+    row: Mapping[str, str]
+    metric: str
+    published: float
+    trial: str | None
+    ours: Quantity | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Ours over the published number."""
+        return self.ours.value / self.published if self.ours and self.published > 0 else None
+
+
+def find_reference(experiment: Experiment) -> Reference | None:
+    """The published table that has the experiment's name (`-` and `_` alike), under experiments/reference."""
+    wanted = experiment.name.replace("-", "_")
+    for path in sorted((Path(experiment.engine.root) / "experiments" / "reference").glob("*.csv")):
+        if path.stem.replace("-", "_") == wanted:
+            return read_reference(path)
+    return None
+
+
+def read_reference(path: Path) -> Reference:
+    """Read a CSV whose first lines, beginning with #, say where the numbers are from."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    source = tuple(line.lstrip("# ") for line in lines if line.startswith("#"))
+    rows = csv.DictReader(line for line in lines if line.strip() and not line.startswith("#"))
+    return Reference(path=path, source=source, rows=tuple(rows))
+
+
+def reference_document(experiment: Experiment, results: Sequence[Recorded]) -> dict[str, Any] | None:
+    """{source, rows: [{...columns, metric, published, trial, ours, ratio}]}; None when nothing was published."""
+    reference = find_reference(experiment)
+    if reference is None:
+        return None
+    rows = [
+        {
+            **_labels(match.row),
+            "metric": match.metric,
+            "published": match.published,
+            "trial": match.trial,
+            "ours": quantity_document(match.ours),
+            "ratio": match.ratio,
+        }
+        for match in _matches(experiment, reference, [r.result for r in results])
+    ]
+    return {"source": list(reference.source), "rows": rows}
+
+
+def reference_table(experiment: Experiment, results: Sequence[Recorded]) -> RenderableType:
+    """The published numbers, ours, and ours over theirs."""
+    reference = find_reference(experiment)
+    if reference is None:
+        return Text(f"experiments/reference holds no published numbers named {experiment.name}")
+    matches = list(_matches(experiment, reference, [r.result for r in results]))
+    labels = list(dict.fromkeys(key for match in matches for key in _labels(match.row)))
+    rows = [
+        [
+            *(match.row[key] or "-" for key in labels),
+            match.metric,
+            f"{match.published:g}",
+            interval(match.ours, ".4g") if match.trial else "not run",
+            f"{match.ratio:.2f}x" if match.ratio is not None else "-",
+        ]
+        for match in matches
+    ]
+    table = plain_table([*labels, "metric", "published", "ours (95% interval)", "ours / published"], rows)
+    return Group(table, *(Text(line, style="dim") for line in reference.source))
+
+
+def _matches(experiment: Experiment, reference: Reference, results: Sequence[TrialResult]) -> Iterator[Match]:
+    default = next(iter(objective_metrics(experiment.objective, experiment.workloads)), "/").rpartition("/")[0]
+    for row in reference.rows:
+        workload = row.get("workload") or default
+        keys = {key: text for key, text in row.items() if key != "workload" and text and _column(key, None) is None}
+        trial = next((r for r in results if workload in r.spec.workloads and _is_point(r, workload, keys)), None)
+        for column, text in row.items():
+            found = _column(column, experiment.engine.kind)
+            if found is not None and text:
+                metric, scale = found
+                yield Match(
+                    row=row,
+                    metric=metric,
+                    published=float(text) * scale,
+                    trial=trial.spec.name if trial else None,
+                    ours=value(trial, f"{workload}/{metric}") if trial else None,
+                )
+
+
+def _column(name: str, kind: str | None) -> tuple[str, float] | None:
+    """(metric, factor to its unit) of a column of numbers; None for any other column, other engines' included."""
+    bare = name.removeprefix(f"{kind}_") if kind else name
+    for engine in ("vllm", "sglang", "llamacpp") if kind is None else ():
+        bare = bare.removeprefix(f"{engine}_")
+    seconds = bare.removesuffix("_ms") + "_s"
+    if bare.endswith("_ms") and seconds in _METRICS:
+        return seconds, 1e-3
+    return (bare, 1.0) if bare in _METRICS else None
+
+
+def _labels(row: Mapping[str, str]) -> dict[str, str]:
+    """The columns that say which point a row is; numbers and remarks are not."""
+    return {key: text for key, text in row.items() if _column(key, None) is None and key not in ("note", "status")}
+
+
+def _is_point(result: TrialResult, workload: str, keys: Mapping[str, str]) -> bool:
+    """Whether a trial is the point of a row: every column that names a parameter of the trial has its value."""
+    spec = result.spec
+    known = flatten({"args": spec.engine.args, "workload": asdict(spec.workloads[workload])})
+    by_last = {key.rpartition(".")[2].replace("-", "_"): brief(found) for key, found in known.items()}
+    checked = 0
+    for key, text in keys.items():
+        if key in _DRAFT_TOKENS:
+            ours = result.proposals if result.proposals is not None else by_last.get("num_speculative_tokens", 0)
+        elif key in by_last:
+            ours = by_last[key]
+        else:
+            continue
+        checked += 1
+        if str(ours) != text:
+            return False
+    return checked > 0
