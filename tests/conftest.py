@@ -30,13 +30,13 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture()
+@pytest.fixture
 def engine_command() -> Callable[[str], list[str]]:
     """`engine.command` for a dialect: vllm, sglang or llamacpp. Behaviour goes into engine.env FAKE_ENGINE."""
     return lambda dialect: [sys.executable, str(FAKE_ENGINE), dialect]
 
 
-@pytest.fixture()
+@pytest.fixture
 def free_port() -> Callable[[], int]:
     """A loopback port that was free a moment ago."""
     return _free_port
@@ -75,7 +75,7 @@ class FakeEngine:
             return answer.read().decode()
 
 
-@pytest.fixture()
+@pytest.fixture
 def fake_engine(tmp_path: Path) -> Iterator[Callable[..., FakeEngine]]:
     """start(dialect="vllm", *flags, model="org/model", env=None, wait=True, **behaviour) -> FakeEngine.
 

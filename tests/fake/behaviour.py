@@ -15,6 +15,8 @@ from typing import Any
 # Share of drafts whose token at position i is accepted. It falls off behind a block of six, so that with the default
 # proposal_cost decode speed over k rises to a single maximum at k = 6.
 DEFAULT_ACCEPTANCE = (0.90, 0.80, 0.70, 0.60, 0.50, 0.45, 0.15, 0.08, 0.05, 0.03)
+# What a draft without its shared experts looks like: the first token still guessed now and then, the rest lost.
+COLLAPSED_ACCEPTANCE = (0.18, 0.07, 0.04, 0.02, 0.01)
 
 FAULTS = ("error_object", "error_event", "done_only", "empty", "cut", "reset", "http_400", "http_429", "http_500")
 
@@ -46,6 +48,7 @@ class Behaviour:
     fail: str | None = None
     fail_code: int = 1
     fail_after_s: float = 0.0
+    fail_starts: int = 0
     fail_when: Mapping[str, str] = field(default_factory=dict)
     refuse_k: list[int] = field(default_factory=list)
     refuse_flags: list[str] = field(default_factory=list)
@@ -78,12 +81,14 @@ class Behaviour:
     short_output: int | None = None
     prompt_tokens_factor: float = 1.0
     # counters
+    collapse_after: int | None = None
     counter_reset_after: int | None = None
     rename_metrics: Mapping[str, str] = field(default_factory=dict)
     drop_metrics: list[str] = field(default_factory=list)
     engines: int = 1
     cache_reset: str = "works"
     # process
+    max_life_s: float = 900.0
     oom_after: int | None = None
     die_after_s: float | None = None
     die_signal: str = "SIGKILL"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import time
 from dataclasses import dataclass, field
@@ -11,7 +12,8 @@ from fake.behaviour import Behaviour
 from fake.flags import Launch
 
 RECORDED = Path(__file__).parent.parent / "recorded"
-KV_TOKENS = 1_320_868
+# Capacity of the KV cache in tokens, as the recorded starts tell it.
+KV_TOKENS = {"vllm": 1_320_868, "sglang": 3_226_426}
 
 
 @dataclass(slots=True)
@@ -63,6 +65,19 @@ class Counters:
         self.finished[reason] = self.finished.get(reason, 0) + 1
         for name, value in observed.items():
             self.observed.setdefault(name, []).append(value)
+
+    def snapshot(self) -> Counters:
+        """A copy that later steps leave alone, without the observations."""
+        copied = copy.copy(self)
+        copied.accepted_by_position, copied.observed = list(self.accepted_by_position), {}
+        return copied
+
+    def add(self, other: Counters) -> None:
+        """Take over the tokens and steps of one finished request."""
+        for name in ("prompt_tokens", "cached_tokens", "generation_tokens", "drafts", "steps"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for position, number in enumerate(other.accepted_by_position):
+            self.accepted_by_position[position] += number
 
     def reset(self) -> None:
         """As after a restart: every sum is zero, the running requests stay."""
@@ -150,11 +165,11 @@ def _vllm_sample(name: str, labels: str, value: str, known: dict[str, float], c:
         done = next((number for reason, number in c.finished.items() if f'reason="{reason}"' in labels), 0)
         return f"{name}{labels} {_number(done)}"
     if name == "vllm:cache_config_info":
-        labels = re.sub(r'(kv_cache_size_tokens)="\d+"', rf'\1="{KV_TOKENS}"', labels)
+        labels = re.sub(r'kv_cache_size_tokens="\d+"', f'kv_cache_size_tokens="{KV_TOKENS["vllm"]}"', labels)
         labels = re.sub(r'prefix_caching="\w+"', f'prefix_caching="{launch.prefix_caching}"', labels)
         return f"{name}{labels} 1.0"
     if histogram := re.fullmatch(r"(vllm:\w+)_(bucket|sum|count)", name):
-        return f"{name}{labels} {_number(_histogram(*histogram.groups(), labels, c))}"
+        return f"{name}{labels} {_number(_histogram(histogram[1], histogram[2], labels, c))}"
     return f"{name}{labels} {value}" if name.startswith(("python_", "process_")) else f"{name}{labels} 0.0"
 
 
@@ -228,7 +243,7 @@ def sglang_page(launch: Launch, c: Counters) -> str:
             c.generation_tokens / c.decode_s if c.decode_s else 0.0,
         ),
         ("cache_hit_rate", "The prefix cache hit rate.", c.cached_tokens / c.prompt_tokens if c.prompt_tokens else 0.0),
-        ("max_total_num_tokens", "Maximum total number of tokens in the KV cache pool.", 3226426),
+        ("max_total_num_tokens", "Maximum total number of tokens in the KV cache pool.", KV_TOKENS["sglang"]),
         ("weight_memory_usage_gb", "Weight memory usage in GB.", 0.27),
         ("kv_cache_memory_usage_gb", "KV cache memory usage in GB.", 69.24),
         ("graph_memory_usage_gb", "Graph memory usage in GB.", 0.35),

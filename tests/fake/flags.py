@@ -21,6 +21,10 @@ SHORT = {
     "sglang": {"--model": "--model-path", "--tp": "--tp-size", "--tensor-parallel-size": "--tp-size"},
     "llamacpp": {"-m": "--model", "-a": "--alias", "-c": "--ctx-size", "-np": "--parallel"},
 }
+LLAMA_SPEC_TYPES = {
+    *("none", "draft-simple", "draft-eagle3", "draft-mtp", "draft-dflash", "draft-dspark"),
+    *("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"),
+}
 KEY_VARIABLE = {"vllm": "VLLM_API_KEY", "sglang": None, "llamacpp": "LLAMA_API_KEY"}
 
 
@@ -48,7 +52,7 @@ class Launch:
     synthetic: bool = False
     prefix_caching: bool = True
     block_size: int = 16
-    max_model_len: int = 8192
+    max_model_len: int = 131072
     max_running: int = 256
     metrics: bool = True
     argv: tuple[str, ...] = field(default=())
@@ -113,8 +117,9 @@ def _is_number(word: str) -> bool:
 def _unknown_flag(dialect: str, name: str) -> str:
     if dialect == "llamacpp":
         return f"error: invalid argument: {name}\n"
-    program = "vllm" if dialect == "vllm" else "launch_server.py"
-    return f"usage: {program} [-h] [--model MODEL] ...\n{program}: error: unrecognized arguments: {name}\n"
+    program = "api_server.py" if dialect == "vllm" else "launch_server.py"
+    usage = f"usage: {program} [-h] [--model MODEL] [--host HOST] [--port PORT] ..."
+    return f"{usage}\n{program}: error: unrecognized arguments: {name}\n"
 
 
 def _limits(dialect: str, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,7 +128,7 @@ def _limits(dialect: str, args: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "prefix_caching": "--no-enable-prefix-caching" not in args,
             "block_size": int(args.get("--block-size", 16)),
-            "max_model_len": int(args.get("--max-model-len", 8192)),
+            "max_model_len": int(args.get("--max-model-len", 131072)),
             "max_running": int(args.get("--max-num-seqs", 256)),
         }
     if dialect == "sglang":
@@ -131,14 +136,14 @@ def _limits(dialect: str, args: Mapping[str, Any]) -> dict[str, Any]:
             "prefix_caching": "--disable-radix-cache" not in args,
             # A radix cache matches single tokens; four at a time is near enough and still finds a chat template.
             "block_size": max(4, int(args.get("--page-size", 1))),
-            "max_model_len": int(args.get("--context-length", 8192)),
+            "max_model_len": int(args.get("--context-length", 131072)),
             "max_running": int(args.get("--max-running-requests", 48)),
             "metrics": "--enable-metrics" in args,
         }
     return {
         "prefix_caching": "--no-cache-prompt" not in args,
         "block_size": 4,
-        "max_model_len": int(args.get("--ctx-size", 8192)),
+        "max_model_len": int(args.get("--ctx-size", 131072)),
         "max_running": int(args.get("--parallel", 4)),
         "metrics": "--metrics" in args,
     }
@@ -206,9 +211,7 @@ def _llama_speculation(args: Mapping[str, Any]) -> Speculation:
     method = args.get("--spec-type")
     if method in (None, "none"):
         return None, 0, None, None
-    known = ("draft-simple", "draft-eagle3", "draft-mtp", "draft-dflash", "draft-dspark", "ngram-simple")
-    known += ("ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
-    if set(method.split(",")) - set(known):
+    if set(method.split(",")) - LLAMA_SPEC_TYPES:
         raise Refused("llama_fail_bad_spec.log", 1)
     k = args.get("--spec-draft-n-max")
     if k is None:

@@ -9,19 +9,22 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from fake.behaviour import Behaviour
+from fake.behaviour import COLLAPSED_ACCEPTANCE, Behaviour
 from fake.flags import Launch
 
 BYTES_PER_TOKEN = 4
 CHAT_TEMPLATE = ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
 GOLDEN = 0.6180339887498949
 
-_SUBJECTS = "river harbour engine gardener captain librarian winter market pilot orchestra valley lantern".split()
-_VERBS = "carries measures forgets repairs follows describes balances gathers questions remembers divides".split()
-_OBJECTS = "letters stones signals machines promises maps numbers shadows bridges seeds answers clocks".split()
-_PLACES = "near café tables|beyond the northern wall|under a naïve moon|without much delay|after the storm".split("|")
-_NAMES = "total items buffer index cursor price weight user order record queue offset ratio width node".split()
-_CALLS = "load store merge split render update check resolve append flatten encode rank".split()
+_VOCABULARY = """
+river harbour engine gardener captain librarian winter market pilot orchestra valley lantern
+carries measures forgets repairs follows describes balances gathers questions remembers divides
+letters stones signals machines promises maps numbers shadows bridges seeds answers clocks
+near_the_café beyond_the_northern_wall under_a_naïve_moon without_much_delay after_the_storm
+total items buffer index cursor price weight user order record queue offset ratio width node
+load store merge split render update check resolve append flatten encode rank
+"""
+_SUBJECTS, _VERBS, _OBJECTS, _PLACES, _NAMES, _CALLS = (line.split() for line in _VOCABULARY.strip().splitlines())
 
 
 def count_tokens(prompt: str | Sequence[int]) -> int:
@@ -38,8 +41,9 @@ def token_ids(text: str) -> list[int]:
 def _prose(rng: random.Random) -> str:
     subject, other = rng.sample(_SUBJECTS, 2)
     verb, also = rng.sample(_VERBS, 2)
+    place = rng.choice(_PLACES).replace("_", " ")
     return (
-        f"The {subject} {verb} {rng.choice(_OBJECTS)} {rng.choice(_PLACES)}, "
+        f"The {subject} {verb} {rng.choice(_OBJECTS)} {place}, "
         f"and every {other} {also} {rng.randint(2, 97)} {rng.choice(_OBJECTS)}. "
     )
 
@@ -117,8 +121,12 @@ class Pace:
     def prefill_s(self, uncached_tokens: int) -> float:
         return self.behaviour.ttft_s + uncached_tokens / self.behaviour.prefill_tok_s
 
-    def accepted(self, phase: float) -> Iterator[int]:
+    def accepted(self, number: int, phase: float) -> Iterator[int]:
         """Accepted tokens of each step: an even (golden-ratio) sequence, so that short runs hit the mean too."""
-        for number in itertools.count():
-            draw = (phase + number * GOLDEN) % 1.0
-            yield sum(1 for rate in self.launch.acceptance if rate > draw)
+        after = self.behaviour.collapse_after
+        rates = self.launch.acceptance
+        if after is not None and number > after:
+            rates = (COLLAPSED_ACCEPTANCE + (0.0,) * len(rates))[: len(rates)]
+        for step in itertools.count():
+            draw = (phase + step * GOLDEN) % 1.0
+            yield sum(1 for rate in rates if rate > draw)
