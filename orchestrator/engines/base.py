@@ -54,6 +54,7 @@ class LaunchPlan:
 class EngineStats:
     """Counters as read from the engine since its start; None when the engine does not tell.
 
+    prompt_tokens counts all tokens of the prompts, those answered from the prefix cache (prefix_hit_tokens) included.
     All are cumulative token or event counts except start_time_s (seconds since the epoch, tells a restart) and
     kv_tokens (capacity, tokens). accepted_by_position[i] counts drafts whose token i was accepted.
     acceptance_length_gauge is a lifetime or interval mean, used only when no counter exists.

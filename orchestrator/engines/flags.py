@@ -82,29 +82,49 @@ def whole_number(kind: str, args: Mapping[str, Any], *names: str, default: int |
     return int(text)
 
 
-# A flag in a help text: at the start of a word, in usage brackets, or in a list of spellings.
 _FLAG = re.compile(r"(?<![\w/.-])-{1,2}[A-Za-z][\w-]*")
+# A line that defines options: argparse indents it by two, llama.cpp not at all; a description stands further right.
+_OPTION_LINE = re.compile(r"^ {0,6}(-\S.*)$", re.MULTILINE)
+_USAGE = re.compile(r"^usage:.*?(?=^\s*$|^\S+: error:|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def known_flags(help_text: str) -> set[str]:
-    """Every flag that a help text names (argparse usage and option lists, llama.cpp's table)."""
-    return set(_FLAG.findall(help_text))
+    """Every flag that a help text defines, in its usage or its option lists (argparse, llama.cpp)."""
+    # Two spaces begin the description, unless they align a list of spellings behind a comma.
+    options = [re.split(r"(?<!,)\s{2,}", line)[0] for line in _OPTION_LINE.findall(help_text)]
+    return {flag for text in (*_USAGE.findall(help_text), *options) for flag in _FLAG.findall(text)}
 
 
-def check_flags(argv_flags: Sequence[str], help_text: str) -> list[str]:
-    """One sentence for each word of `argv_flags` that looks like a flag and is not in `help_text`.
+def check_flags(argv: Sequence[str], help_text: str) -> list[str]:
+    """One sentence for each flag of a command line that `help_text` does not define, with the nearest that it does.
 
-    A flag with a dot is looked up by the part before it. Says the nearest valid name when there is one.
+    A flag with a dot is looked up by the part before it. A help text that defines nothing yields no complaint.
     """
     known = known_flags(help_text)
     complaints = []
-    for flag in dict.fromkeys(flags_in(argv_flags)):
+    for flag in dict.fromkeys(flags_in(_behind_interpreter(argv))) if known else ():
         name = flag.split("=", 1)[0].split(".", 1)[0]
-        spellings = {name, name[:2] + name[2:].replace("_", "-")}
-        if not spellings & known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-            complaints.append(f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else ""))
+        if name not in known and name.replace("_", "-") not in known:
+            near = nearest_flag(name, known)
+            complaints.append(f"unknown flag {name}" + (f"; did you mean {near}?" if near else ""))
     return complaints
+
+
+def nearest_flag(name: str, known: Iterable[str]) -> str | None:
+    """The flag most like `name`, None when none is like it."""
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)), None)
+
+
+def _behind_interpreter(argv: Sequence[str]) -> Sequence[str]:
+    """What follows `python -m MODULE` or `python FILE`: an interpreter's own options are not the engine's."""
+    if not argv or not re.match(r"(?:.*/)?python[\d.]*$", argv[0]):
+        return argv
+    for place, word in enumerate(argv[1:], start=1):
+        if word == "-m":
+            return argv[place + 2 :]
+        if not word.startswith("-"):
+            return argv[place + 1 :]
+    return ()
 
 
 def flags_in(argv: Iterable[str]) -> list[str]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from orchestrator.config import EngineSpec
-from orchestrator.engines.base import Diagnosis, EngineStats, LaunchPlan, TrialStatus, resolve_command, resolve_model
+from orchestrator.engines.base import Diagnosis, EngineStats, Fact, LaunchPlan, resolve_command, resolve_model
+from orchestrator.engines.explain import explain
+from orchestrator.engines.exposition import read_page
+from orchestrator.engines.facts import fact_pattern
 from orchestrator.engines.flags import argument, refuse_owned, render_args, scalar, whole_number
 
 _OWNED = {
@@ -30,7 +34,7 @@ class LlamaCpp:
 
     kind = "llamacpp"
     health_path = "/health"
-    server_info_path: str | None = "/props"
+    server_info_path: str | None = None
 
     def plan(self, spec: EngineSpec, port: int, workdir: Path) -> LaunchPlan:
         """The command line that starts `spec` on 127.0.0.1:`port`. Raises ConfigError."""
@@ -59,10 +63,46 @@ class LlamaCpp:
         return (*(word for word in command if word not in ("-m", "--model")), "--help")
 
     def stats(self, metrics_text: str | None, server_info: Mapping[str, Any] | None) -> EngineStats:
-        return EngineStats()
+        """Counters from the metrics page; there is no server info with counters."""
+        del server_info
+        page = read_page(metrics_text)
+        computed = page.total("llamacpp:prompt_tokens_total")
+        cached = page.total("llamacpp:prompt_tokens_cached_total")
+        return EngineStats(
+            # Its prompt counter leaves out what the cache answered.
+            prompt_tokens=None if computed is None else computed + (cached or 0.0),
+            generation_tokens=page.total("llamacpp:tokens_predicted_total"),
+            prefix_hit_tokens=cached,
+            drafts=page.total("llamacpp:spec_decode_num_drafts_total"),
+            draft_tokens=page.total("llamacpp:spec_decode_num_draft_tokens_total"),
+            accepted_tokens=page.total("llamacpp:spec_decode_num_accepted_tokens_total"),
+            accepted_by_position=page.by_position("llamacpp:spec_decode_num_accepted_tokens_per_pos_total"),
+            requests_running=page.total("llamacpp:requests_processing"),
+            requests_waiting=page.total("llamacpp:requests_deferred"),
+        )
 
     def diagnose(self, log_text: str, exit_code: int | None) -> Diagnosis:
-        return Diagnosis(status=TrialStatus.COMPLETE if exit_code is None else TrialStatus.FAILED)
+        """Explain a log. exit_code is None while the engine runs, negative for a signal."""
+        found = explain(log_text, exit_code, FACTS)
+        return replace(found, facts={**found.facts, **_kv_tokens(found.facts)})
+
+
+_MIB = 1 / 1024
+# The buffer sizes are told at a verbosity above the default only.
+FACTS = (
+    fact_pattern(r"model buffer size = <model_gib> MiB", within="sum", scale=_MIB),
+    fact_pattern(r"KV buffer size = <kv_available_gib> MiB", within="sum", scale=_MIB),
+    fact_pattern(r"compute buffer size = <peak_activation_gib> MiB", within="sum", scale=_MIB),
+    fact_pattern(r"initializing, n_slots = <slots>, n_ctx_slot = <slot_len_tokens>"),
+)
+
+
+def _kv_tokens(facts: Mapping[str, Fact]) -> dict[str, Fact]:
+    """Slots times their length, or one length where all slots share the cells (kv_unified)."""
+    if "slots" not in facts or "kv_unified" not in (line := facts["slots"].source):
+        return {}
+    slots = 1.0 if "kv_unified = 'true'" in line else facts["slots"].value
+    return {"kv_tokens": Fact(value=slots * facts["slot_len_tokens"].value, source=line)}
 
 
 def _render(flag: str, value: Any) -> list[str]:

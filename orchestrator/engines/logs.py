@@ -112,11 +112,11 @@ def streams(lines: Iterable[Line]) -> list[Block]:
     return [Block(p, "\n".join(line.text for line in own), own[0].index) for p, own in by_process.items()]
 
 
-def error_blocks(lines: Iterable[Line]) -> list[Block]:
+def error_blocks(lines: Iterable[Line], *, source: bool = False) -> list[Block]:
     """Runs of lines that may tell an error, per process, in the order of their beginnings.
 
-    Quiet lines (information, warnings) end a run of their process. Source lines inside a traceback are left out: they
-    quote code, not what happened.
+    Quiet lines (information, warnings) end a run of their process. Source lines inside a traceback quote code, not
+    what happened: they are left out unless `source`.
     """
     runs: dict[str, list[Line]] = {}
     inside: set[str] = set()
@@ -132,7 +132,7 @@ def error_blocks(lines: Iterable[Line]) -> list[Block]:
             inside.add(process)
         elif process in inside and line.text and not line.text[0].isspace():
             inside.discard(process)
-        if process not in inside or TRACEBACK in line.text:
+        if source or process not in inside or TRACEBACK in line.text:
             runs.setdefault(process, []).append(line)
     blocks += [_block(own) for own in runs.values()]
     return sorted(blocks, key=lambda block: block.index)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from orchestrator.config import EngineSpec
-from orchestrator.engines.base import Diagnosis, EngineStats, LaunchPlan, TrialStatus, resolve_command, resolve_model
-from orchestrator.engines.flags import argument, refuse_owned, render_args, scalar, whole_number
+from orchestrator.engines.base import Diagnosis, EngineStats, Fact, LaunchPlan, resolve_command, resolve_model
+from orchestrator.engines.explain import explain
+from orchestrator.engines.exposition import Page, read_page
+from orchestrator.engines.facts import fact_pattern
+from orchestrator.engines.flags import argument, flag_name, refuse_owned, render_args, scalar, whole_number
 
 _OWNED = {
     "--host": "an engine listens on 127.0.0.1 only",
@@ -19,6 +24,25 @@ _OWNED = {
     "--api-key": "a random key is made for every start",
     "--enable-metrics": "it is always on",
 }
+
+
+# Flags with a --no- form (0.5.17 and 0.5.23); every other false is to leave the flag out.
+_TWO_SIDED = {
+    "--dcp-replicate-q-proj",
+    "--dllm-fdfo",
+    "--enable-decoder-swa-bounded-replay",
+    "--enable-dsa-fused-indexer",
+    "--enable-fused-qk-norm-rope",
+    "--enable-tf32-matmul",
+    "--enable-tp-lm-head-all-to-all",
+    "--experts-shared-outer-loras",
+    "--lora-strict-loading",
+    "--mm-enable-dp-encoder",
+    "--ple-offload-embedding",
+    "--speculative-enable-w4a4-mxfp4-megamoe",
+}
+# Left out, the engine decides about these by itself and may switch them on.
+_ENGINE_DECIDES = {"--enable-lean-attention", "--enable-lora", "--enable-multimodal"}
 
 
 class SGLang:
@@ -39,6 +63,11 @@ class SGLang:
         if spec.served_model_name:
             argv += ["--served-model-name", spec.served_model_name]
         proposals, warnings = _proposals(spec.args)
+        warnings += tuple(
+            f"{flag_name(key)}: false cannot be said to SGLang and is left out; it may switch it on by itself"
+            for key, value in spec.args.items()
+            if value is False and flag_name(key) in _ENGINE_DECIDES
+        )
         return LaunchPlan(
             argv=(*argv, *render_args(spec.args, _render)),
             env=dict(spec.env),
@@ -59,15 +88,68 @@ class SGLang:
         return (*(word for word in command if word not in ("--model-path", "--model")), "--help")
 
     def stats(self, metrics_text: str | None, server_info: Mapping[str, Any] | None) -> EngineStats:
-        return EngineStats()
+        """Counters from the metrics page; the acceptance since the start from /server_info where counters are missing.
+
+        The page's own acceptance values are gauges over the last log interval: used last of all.
+        """
+        page = read_page(metrics_text)
+        prompt_tokens = page.total("sglang:prompt_tokens_total")
+        cached = page.total("sglang:cached_tokens_total")
+        drafts, accepted = _verified(page)
+        proposed = _draft_tokens(server_info)
+        return EngineStats(
+            prompt_tokens=prompt_tokens,
+            generation_tokens=page.total("sglang:generation_tokens_total"),
+            # A counter that never counted is not on a page of several processes; prompts are counted beside it.
+            prefix_hit_tokens=0.0 if cached is None and prompt_tokens is not None else cached,
+            drafts=drafts,
+            draft_tokens=None if drafts is None or proposed is None else drafts * proposed,
+            accepted_tokens=accepted,
+            preemptions=page.total("sglang:num_retracted_requests_total"),
+            requests_running=_per_replica(page, "sglang:num_running_reqs"),
+            requests_waiting=_per_replica(page, "sglang:num_queue_reqs"),
+            kv_tokens=_per_replica(page, "sglang:max_total_num_tokens"),
+            acceptance_length_gauge=_acceptance_length(page, server_info),
+            start_time_s=page.largest("process_start_time_seconds"),
+        )
 
     def diagnose(self, log_text: str, exit_code: int | None) -> Diagnosis:
-        return Diagnosis(status=TrialStatus.COMPLETE if exit_code is None else TrialStatus.FAILED)
+        """Explain a log. exit_code is None while the engine runs, negative for a signal."""
+        found = explain(log_text, exit_code, FACTS)
+        return replace(found, facts=_with_kv_memory(found.facts))
+
+
+# SGLang's GB are 1 << 30 bytes. A draft model's lines follow the target's in the same process.
+FACTS = (
+    fact_pattern(r"Load weight end\. elapsed=<model_load_s> s, .*?mem usage=<model_gib> GB", within="sum"),
+    fact_pattern(r"Memory pool end\. avail mem=<after_pool_free_gib> GB", across="min"),
+    fact_pattern(r"KV Cache is allocated\. .*?\bK size: <k_cache_gib> GB, V size: <v_cache_gib> GB", within="sum"),
+    fact_pattern(r"KV Cache is allocated\. .*?\bKV size: <kv_available_gib> GB", within="sum"),
+    fact_pattern(
+        r"CUDA graph end\. (?:elapsed=|Time elapsed: )<graph_capture_s> s[,.] mem usage=<graph_gib> GB", within="sum"
+    ),
+    fact_pattern(r"max_total_num_tokens=<kv_tokens>, chunked_prefill_size=", across="min"),
+    fact_pattern(r"max_running_requests=<max_running_requests>, context_len=<max_len_tokens>", across="min"),
+    fact_pattern(r"available_(?:gpu|cpu)_mem=<after_start_free_gib> GB", across="min"),
+    fact_pattern(r"Initialized DSpark draft runner\. .*?gamma=<proposals>,"),
+    fact_pattern(r"KV Cache is allocated\. .*?#tokens: <kv_tokens>,", across="min"),
+)
+
+
+def _with_kv_memory(facts: Mapping[str, Fact]) -> Mapping[str, Fact]:
+    """Models without a joint KV pool tell keys and values apart."""
+    keys, values = facts.get("k_cache_gib"), facts.get("v_cache_gib")
+    if keys is None or values is None or "kv_available_gib" in facts:
+        return facts
+    both = Fact(value=round(keys.value + values.value, 3), source=f"K size + V size: {keys.source}")
+    return {**facts, "kv_available_gib": both}
 
 
 def _render(flag: str, value: Any) -> list[str]:
-    if isinstance(value, bool):
-        return [flag] if value else []
+    if isinstance(value, bool) and not value:
+        return [f"--no-{flag.removeprefix('--')}"] if flag in _TWO_SIDED else []
+    if value is True:
+        return [flag]
     if isinstance(value, list):
         return [flag, *(scalar(item) for item in value)]
     return [flag, scalar(value)]
@@ -106,3 +188,43 @@ def _simulates_acceptance(env: Mapping[str, str]) -> bool:
         return float(env.get("SGLANG_SIMULATE_ACC_LEN", "-1")) > 0
     except ValueError:
         return True
+
+
+def _verified(page: Page) -> tuple[float | None, float | None]:
+    """(verification steps, accepted draft tokens) since the start.
+
+    A request's first token comes from its prefill and every step adds one token beside the accepted ones; all three
+    counters move together when a request ends.
+    """
+    steps = page.total("sglang:spec_verify_calls_total")
+    generated = page.total("sglang:generation_tokens_total")
+    requests = page.total("sglang:num_requests_total")
+    if not steps or generated is None or requests is None:
+        return None, None
+    return steps, max(0.0, generated - requests - steps)
+
+
+def _draft_tokens(server_info: Mapping[str, Any] | None) -> int | None:
+    """Tokens proposed per step, when that number is fixed for the life of the server."""
+    info = server_info or {}
+    tokens = info.get("speculative_num_draft_tokens")
+    if not isinstance(tokens, int) or info.get("speculative_adaptive") or info.get("speculative_algorithm") is None:
+        return None
+    return tokens - 1
+
+
+def _acceptance_length(page: Page, server_info: Mapping[str, Any] | None) -> float | None:
+    states = (server_info or {}).get("internal_states") or [{}]
+    since_start = states[0].get("avg_spec_accept_length")
+    length = since_start if isinstance(since_start, int | float) else page.largest("sglang:spec_accept_length")
+    # With its bonus token a length is 1 or more: a 0 says that nothing was verified yet.
+    return float(length) if length and math.isfinite(length) else None
+
+
+def _per_replica(page: Page, name: str) -> float | None:
+    """Every rank of a data-parallel replica repeats its gauge: the largest per replica, summed over replicas."""
+    replicas: dict[str, float] = {}
+    for labels, value in page.samples.get(name, []):
+        replica = labels.get("dp_rank", "")
+        replicas[replica] = max(value, replicas.get(replica, value))
+    return sum(replicas.values()) if replicas else None

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config import EngineSpec
-from orchestrator.engines.base import Diagnosis, EngineStats, LaunchPlan, TrialStatus, resolve_command, resolve_model
+from orchestrator.engines.base import Diagnosis, EngineStats, LaunchPlan, resolve_command, resolve_model
+from orchestrator.engines.explain import explain
+from orchestrator.engines.exposition import Page, read_page
+from orchestrator.engines.facts import fact_pattern
 from orchestrator.engines.flags import argument, compact_json, refuse_owned, render_args, scalar, whole_number
 from orchestrator.errors import ConfigError
 
@@ -22,6 +25,16 @@ _OWNED = {
 }
 # These take one JSON list where every other list is written as separate words.
 _JSON_LISTS = {"--allowed-origins", "--allowed-methods", "--allowed-headers"}
+
+
+# These are switches without a --no- form: false is to leave them out.
+_PLAIN_SWITCHES = {
+    "--aggregate-engine-logging",
+    "--data-parallel-multi-port-external-lb",
+    "--disable-log-stats",
+    "--grpc",
+    "--headless",
+}
 
 
 class VLLM:
@@ -59,18 +72,73 @@ class VLLM:
     def help_command(self, spec: EngineSpec) -> tuple[str, ...]:
         """The command whose output names every flag of the installed engine."""
         command, _ = resolve_command(spec, ["vllm", "serve"])
-        return (*(word for word in command if word != "--model"), "--help=all" if "serve" in command else "--help")
+        return (*(word for word in command if word != "--model"), "--help=all")
 
     def stats(self, metrics_text: str | None, server_info: Mapping[str, Any] | None) -> EngineStats:
-        return EngineStats()
+        """Counters from the metrics page; server_info (a development endpoint of vLLM) is not needed."""
+        del server_info
+        page = read_page(metrics_text)
+        sizes = [
+            labels["kv_cache_size_tokens"]
+            for labels in page.labels("vllm:cache_config_info")
+            if labels.get("kv_cache_size_tokens", "").isdecimal()
+        ]
+        return EngineStats(
+            prompt_tokens=page.total("vllm:prompt_tokens_total"),
+            generation_tokens=page.total("vllm:generation_tokens_total"),
+            prefix_hit_tokens=_prefix_hits(page),
+            drafts=page.total("vllm:spec_decode_num_drafts_total"),
+            draft_tokens=page.total("vllm:spec_decode_num_draft_tokens_total"),
+            accepted_tokens=page.total("vllm:spec_decode_num_accepted_tokens_total"),
+            accepted_by_position=page.by_position("vllm:spec_decode_num_accepted_tokens_per_pos_total"),
+            preemptions=page.total("vllm:num_preemptions_total"),
+            requests_running=page.total("vllm:num_requests_running"),
+            requests_waiting=page.total("vllm:num_requests_waiting"),
+            kv_tokens=sum(map(float, sizes)) if sizes else None,
+            start_time_s=page.largest("process_start_time_seconds"),
+        )
 
     def diagnose(self, log_text: str, exit_code: int | None) -> Diagnosis:
-        return Diagnosis(status=TrialStatus.COMPLETE if exit_code is None else TrialStatus.FAILED)
+        """Explain a log. exit_code is None while the engine runs, negative for a signal."""
+        return explain(log_text, exit_code, FACTS)
+
+
+FACTS = (
+    # 0.26, second model runner: without "memory", and once per worker.
+    fact_pattern(r"Model loading took <model_gib> GiB(?: memory)? and <model_load_s> seconds"),
+    fact_pattern(r"Loading weights took <weights_load_s> seconds"),
+    fact_pattern(r"Checkpoint size: <checkpoint_gib> GiB"),
+    fact_pattern(r"Available KV cache memory: <kv_available_gib> GiB", across="min"),
+    fact_pattern(r"(?:Explicitly|Auto) set \(<kv_available_gib>/<host_total_gib>\) GiB for KV cache", across="min"),
+    fact_pattern(r"(?:GPU|CPU|XPU)[ \w+]*? KV cache size: <kv_tokens> tokens", across="min"),
+    fact_pattern(r"# (?:GPU|CPU|cuda|cpu) blocks: <kv_blocks>", across="min"),
+    fact_pattern(r"Maximum concurrency for <max_len_tokens> tokens per request: <max_concurrency>x", across="min"),
+    fact_pattern(r"Graph capturing finished in <graph_capture_s> secs, took <graph_gib> GiB"),
+    fact_pattern(r"Estimated CUDA graph memory: <graph_estimated_gib> GiB"),
+    fact_pattern(
+        r"Free memory on device \(<gpu_free_gib>/<gpu_total_gib> GiB\) on startup\. Desired GPU memory utilization is "
+        r"\(<gpu_memory_utilization>, <gpu_wanted_gib> GiB\)\. Actual usage is <weights_gib> GiB for weight, "
+        r"<peak_activation_gib> GiB for peak activation, <non_torch_gib> GiB for non-torch memory, and "
+        r"<graph_gib> GiB for CUDAGraph memory"
+    ),
+    fact_pattern(r"init engine \(profile, create kv cache, warmup model\) took <engine_init_s> s"),
+    fact_pattern(r"init engine \(.*?\) took \S+ s(?:econds)? \(compilation: <compile_s> s\)"),
+    fact_pattern(r"torch\.compile took <compile_s> s in total"),
+)
+
+
+def _prefix_hits(page: Page) -> float | None:
+    """Prompt tokens that were not computed: this engine's own cache and, where there is one, an external one."""
+    own = page.total("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total")
+    external = page.total("vllm:external_prefix_cache_hits_total")
+    return page.total("vllm:prompt_tokens_cached_total") if own is None else own + (external or 0.0)
 
 
 def _render(flag: str, value: Any) -> list[str]:
-    if isinstance(value, bool):
-        return [flag if value else f"--no-{flag.removeprefix('--')}"]
+    if isinstance(value, bool) and not value:
+        return [] if flag in _PLAIN_SWITCHES else [f"--no-{flag.removeprefix('--')}"]
+    if value is True:
+        return [flag]
     if isinstance(value, list):
         return [flag, compact_json(value)] if flag in _JSON_LISTS else [flag, *(scalar(item) for item in value)]
     return [flag, scalar(value)]
