@@ -20,7 +20,6 @@ from orchestrator.quantity import (
     median,
     over,
     over_repeats,
-    quantile,
     ratio,
     tails,
 )
@@ -191,6 +190,8 @@ def measure_windows(windows: Sequence[Window], warm_up: Sequence[RequestTrace] =
     repeats["chunk_gap_s"] = tuple(median(chunk_gaps_s(traces)) for traces in steady)
     quantities["chunk_gap_s"] = over_repeats(repeats["chunk_gap_s"], gaps_s)
     quantities["chunk_gap_p99_s"] = tails("chunk_gap_s", gaps_s)["chunk_gap_p99_s"]
+    lags_s = tails("client_lag_s", [lag for window in windows for lag in window.loop_lags_s])
+    quantities["client_lag_p99_s"] = lags_s["client_lag_p99_s"]
     for name, window_formula in PER_WINDOW.items():
         repeats[name] = tuple(window_formula(window) for window in windows)
         quantities[name] = over_repeats(repeats[name])
@@ -298,6 +299,5 @@ PER_WINDOW: Mapping[str, Callable[[Window], float | None]] = {
     "prefix_hit_tokens": prefix_hit_tokens,
     "preemptions": lambda window: counter_delta(window, "preemptions"),
     "full_concurrency_share": full_concurrency_share,
-    "client_lag_p99_s": lambda window: quantile(window.loop_lags_s, 0.99),
     "client_cpu_share": lambda window: finite(window.client_cpu_share),
 }

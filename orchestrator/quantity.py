@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 RESAMPLES = 2000
+MOST_RESAMPLED = 1000
 MIN_SAMPLES_P99 = 100
 # Two-sided 95% points of Student's t for 1, 2, ... degrees of freedom; beyond the last it is the normal's.
 _T95 = (
@@ -135,6 +136,11 @@ def _pooled_quantile(known: Sequence[float], q: float) -> Quantity:
 def _bootstrap(known: Sequence[float], q: float) -> tuple[float | None, float | None]:
     if len(known) < 2:
         return None, None
+    if len(known) > MOST_RESAMPLED:
+        # The order statistics around the quantile: what the bootstrap tends to, without its cost.
+        reach = 1.96 * math.sqrt(len(known) * q * (1 - q)) / len(known)
+        low, high = np.quantile(known, (max(0.0, q - reach), min(1.0, q + reach)))
+        return float(low), float(high)
     draws = np.quantile(_resampled(known, 0), q, axis=1)
     low, high = np.quantile(draws, (0.025, 0.975))
     return float(low), float(high)

@@ -198,7 +198,8 @@ def _gpu_shared(evidence: Evidence) -> Reason | None:
 
 
 def _client_late(measurement: Measurement) -> Reason | None:
-    lag_s = max((x for x in measurement.repeats.get("client_lag_p99_s", ()) if x is not None), default=0.0)
+    lag = measurement.metrics.get("client_lag_p99_s")
+    lag_s = lag.value if lag is not None else 0.0
     cpu = max((x for x in measurement.repeats.get("client_cpu_share", ()) if x is not None), default=0.0)
     if lag_s <= MAX_LOOP_LAG_S and cpu <= MAX_CLIENT_CPU:
         return None
