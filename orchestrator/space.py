@@ -195,7 +195,9 @@ def _without_duplicates(
         if twin is not None:
             skipped.append(Skipped(name=name, reason=f"the same configuration as {twin.name}", witness=twin.name))
             continue
-        unique = next(n for n in (name, *(f"{name}~{i}" for i in itertools.count(2))) if n not in names)
+        unique, again = name, 2
+        while unique in names:
+            unique, again = f"{name}~{again}", again + 1
         names.add(unique)
         chosen[_identity(spec)] = replace(spec, name=unique)
     return Plan(points=tuple(chosen.values()), skipped=tuple(skipped))
