@@ -83,16 +83,34 @@ def whole_number(kind: str, args: Mapping[str, Any], *names: str, default: int |
 
 
 _FLAG = re.compile(r"(?<![\w/.-])-{1,2}[A-Za-z][\w-]*")
-# A line that defines options: argparse indents it by two, llama.cpp not at all; a description stands further right.
-_OPTION_LINE = re.compile(r"^ {0,6}(-\S.*)$", re.MULTILINE)
+# An option begins on a line of its own: argparse indents it by two, llama.cpp not at all; what explains it stands
+# further right.
+_OPTION = re.compile(r"^ {0,6}(?=-\S)", re.MULTILINE)
 _USAGE = re.compile(r"^usage:.*?(?=^\s*$|^\S+: error:|\Z)", re.MULTILINE | re.DOTALL)
+_REMOVED = re.compile(r"the argument has been removed\.?\s*(.*)", re.DOTALL)
 
 
 def known_flags(help_text: str) -> set[str]:
     """Every flag that a help text defines, in its usage or its option lists (argparse, llama.cpp)."""
-    # Two spaces begin the description, unless they align a list of spellings behind a comma.
-    options = [re.split(r"(?<!,)\s{2,}", line)[0] for line in _OPTION_LINE.findall(help_text)]
-    return {flag for text in (*_USAGE.findall(help_text), *options) for flag in _FLAG.findall(text)}
+    usage = {flag for text in _USAGE.findall(help_text) for flag in _FLAG.findall(text)}
+    return usage | {flag for flag, removed in _options(help_text) if removed is None}
+
+
+def removed_flags(help_text: str) -> dict[str, str]:
+    """Flags that a help text still lists but that end the engine, with what it says to use instead."""
+    return {flag: removed for flag, removed in _options(help_text) if removed is not None}
+
+
+def _options(help_text: str) -> list[tuple[str, str | None]]:
+    """(flag, None), or (flag, advice) for a removed one, for every spelling in the option lists."""
+    found: list[tuple[str, str | None]] = []
+    for option in _OPTION.split(help_text)[1:]:
+        # Two spaces begin the description, unless they align a list of spellings behind a comma.
+        spellings = re.split(r"(?<![,\s])\s{2,}|\n", option)[0]
+        removed = _REMOVED.search(option)
+        advice = " ".join(removed[1].split()) if removed else None
+        found += [(flag, advice) for flag in _FLAG.findall(spellings)]
+    return found
 
 
 def check_flags(argv: Sequence[str], help_text: str) -> list[str]:
@@ -100,11 +118,13 @@ def check_flags(argv: Sequence[str], help_text: str) -> list[str]:
 
     A flag with a dot is looked up by the part before it. A help text that defines nothing yields no complaint.
     """
-    known = known_flags(help_text)
+    known, removed = known_flags(help_text), removed_flags(help_text)
     complaints = []
     for flag in dict.fromkeys(flags_in(_behind_interpreter(argv))) if known else ():
         name = flag.split("=", 1)[0].split(".", 1)[0]
-        if name not in known and name.replace("_", "-") not in known:
+        if name in removed:
+            complaints.append(f"{name} has been removed; {removed[name]}")
+        elif name not in known and name.replace("_", "-") not in known:
             near = nearest_flag(name, known)
             complaints.append(f"unknown flag {name}" + (f"; did you mean {near}?" if near else ""))
     return complaints
@@ -112,7 +132,10 @@ def check_flags(argv: Sequence[str], help_text: str) -> list[str]:
 
 def nearest_flag(name: str, known: Iterable[str]) -> str | None:
     """The flag most like `name`, None when none is like it."""
-    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)), None)
+    # Compared without what nearly all flags share.
+    bare = {re.sub(r"^-+(?:no-)?", "", flag): flag for flag in sorted(known, reverse=True)}
+    near = difflib.get_close_matches(re.sub(r"^-+(?:no-)?", "", name), bare, n=1, cutoff=0.6)
+    return bare[near[0]] if near else None
 
 
 def _behind_interpreter(argv: Sequence[str]) -> Sequence[str]:
@@ -122,7 +145,7 @@ def _behind_interpreter(argv: Sequence[str]) -> Sequence[str]:
     for place, word in enumerate(argv[1:], start=1):
         if word == "-m":
             return argv[place + 2 :]
-        if not word.startswith("-"):
+        if not word.startswith("-") and argv[place - 1] not in ("-X", "-W"):
             return argv[place + 1 :]
     return ()
 

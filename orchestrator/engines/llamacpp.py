@@ -52,6 +52,7 @@ class LlamaCpp:
             log_path=workdir / "engine.log",
             model_name=name,
             path_prefix=path_prefix,
+            parallel_size=_parallel_size(spec.args),
             proposals=_proposals(spec.args),
             synthetic_acceptance=argument(spec.args, "spec-synth-len", "spec-synth-rates") is not None,
             api_key_variable="LLAMA_API_KEY",
@@ -113,6 +114,14 @@ def _render(flag: str, value: Any) -> list[str]:
     if isinstance(value, list):
         return [flag, ",".join(scalar(item) for item in value)]
     return [flag, scalar(value)]
+
+
+def _parallel_size(args: Mapping[str, Any]) -> int:
+    """GPUs that the command line names; without names 1, though llama.cpp spreads over all that it sees."""
+    if argument(args, "split-mode", "-sm") == "none":
+        return 1
+    named = argument(args, "tensor-split", "-ts", "device", "-dev")
+    return max(1, len(named if isinstance(named, list) else str(named or "").split(",")))
 
 
 # Per speculative type: the flag that bounds the tokens proposed at a time, and its default.
