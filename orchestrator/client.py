@@ -17,17 +17,16 @@ from typing import Any, Self
 import aiohttp
 
 from orchestrator.config import Workload
-from orchestrator.errors import ConfigError, MachineError
+from orchestrator.errors import MachineError
 from orchestrator.metrics import RequestTrace, Window
 from orchestrator.stream import Reply, error_text, one_line
-from orchestrator.workload import Prompt, SizedText, arrival_times
+from orchestrator.workload import Prompt, arrival_times, endpoint, request_body, sent_parameters
 
 LAG_PERIOD_S = 0.01
 # Servers drop idle connections after 5 s; reusing one at that moment would look like an engine error.
 KEEPALIVE_S = 2.0
 CLOSE_GRACE_S = 2.0
 ERROR_PAUSE_S = 0.2
-CHARACTERS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +97,7 @@ class Client:
         async def send(position: int, scheduled_s: float | None) -> None:
             flight = _Flight(prompts[position], scheduled_s, time.perf_counter(), Reply())
             self._flights[position] = flight
-            await self._stream(_path(workload), bodies[position], flight.reply)
+            await self._stream(endpoint(workload), bodies[position], flight.reply)
             del self._flights[position]
             traces.append(_trace(flight, repeat, sent))
             on_done(len(traces))
@@ -149,25 +148,6 @@ class Client:
                 tokens = None
             self._token_counts[text] = len(tokens) if isinstance(tokens, list) else tokens
         return self._token_counts[text]
-
-    async def sized(self, text: str, tokens: int | None, *, exact: bool = True) -> SizedText:
-        """`text` cut to `tokens` (None: whole). Raises ConfigError when the text is too short for that."""
-        total = await self.count_tokens(text)
-        if tokens is None:
-            return SizedText(text=text, tokens=total)
-        if total is None:
-            return SizedText(text=text[: tokens * CHARACTERS_PER_TOKEN], tokens=None)
-        if total < tokens:
-            raise ConfigError(f"workloads.*.prompt_tokens: asked for {tokens}, but the prompt text holds only {total}")
-        density = len(text) / total
-        cut, count = int(tokens * density), tokens
-        for _ in range(8 if exact else 0):
-            count = await self.count_tokens(text[:cut]) or 0
-            if tokens - 2 <= count <= tokens:
-                break
-            step = int((tokens - count) * density)
-            cut += step or (1 if count < tokens else -1)
-        return SizedText(text=text[:cut], tokens=count)
 
     async def _guarded(
         self, job: Coroutine[Any, Any, None], watch: _LoopWatch, stall_s: float, check: Callable[[], None]
@@ -287,27 +267,6 @@ def one_completion(target: Target, timeout_s: float = 600.0) -> bool:
     return asyncio.run(ask())
 
 
-def request_body(model: str, prompt: Prompt, workload: Workload) -> dict[str, object]:
-    """The JSON body of one request. Sampling is always stated: a server's own defaults would colour the result."""
-    if _path(workload) == "/v1/chat/completions":
-        asked: dict[str, object] = {"messages": [{"role": "user", "content": prompt.text}]}
-    else:
-        asked = {"prompt": list(prompt.token_ids) if prompt.token_ids is not None else prompt.text}
-    return {"model": model, **asked, "max_tokens": prompt.max_tokens, **sent_parameters(workload)}
-
-
-def sent_parameters(workload: Workload) -> dict[str, object]:
-    """What every request of `workload` carries besides its prompt and length."""
-    sent: dict[str, object] = {
-        "temperature": workload.temperature,
-        "top_p": workload.top_p,
-        "seed": workload.seed,
-        "stream": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-    }
-    return {**sent, "ignore_eos": True} if workload.ignore_eos else sent
-
-
 async def _closed_loop(send: Callable[[int, float | None], Awaitable[None]], count: int, concurrency: int) -> None:
     positions = iter(range(count))
 
@@ -348,10 +307,6 @@ def _trace(flight: _Flight, repeat: int, sent: Mapping[str, object]) -> RequestT
         text=reply.text,
         sent={**sent, "max_tokens": flight.prompt.max_tokens},
     )
-
-
-def _path(workload: Workload) -> str:
-    return "/v1/chat/completions" if workload.kind in ("chat", "prefill") else "/v1/completions"
 
 
 def _root(base_url: str) -> str:

@@ -21,6 +21,7 @@ from orchestrator.workload import (
     Prompt,
     SizedText,
     build_prompts,
+    cut_text,
     load_texts,
     nonce,
     one_per_shape,
@@ -129,7 +130,7 @@ class _Job:
         exact = self.workload.prompt_tokens_spread == 0
         front = (await client.count_tokens(nonce("4f3a91c2")) or 0) if self.workload.nonce else 0
         return [
-            await client.sized(bases[i % len(bases)], length and max(1, length - front), exact=exact)
+            await cut_text(bases[i % len(bases)], length and max(1, length - front), client.count_tokens, exact=exact)
             for i, length in enumerate(prompt_lengths(self.workload))
         ]
 

@@ -43,13 +43,13 @@ def over(numerator: float | None, denominator: float | None) -> float | None:
 def median(values: Iterable[float | None]) -> float | None:
     """Median of what is known, None of nothing."""
     known = _known(values)
-    return float(np.median(known)) if known else None
+    return _quantile(known, 0.5) if known else None
 
 
 def quantile(values: Iterable[float | None], q: float) -> float | None:
     """Quantile between the order statistics around it, so never above the maximum."""
     known = _known(values)
-    return float(np.quantile(known, q)) if known else None
+    return _quantile(known, q) if known else None
 
 
 def over_repeats(repeats: Sequence[float | None], requests: Sequence[float | None] = ()) -> Quantity | None:
@@ -62,7 +62,7 @@ def over_repeats(repeats: Sequence[float | None], requests: Sequence[float | Non
         return None
     samples = _known(requests)
     low, high = _bootstrap(known if len(known) > 1 else samples, 0.5)
-    return Quantity(value=float(np.median(known)), low=low, high=high, n=len(samples) if requests else len(known))
+    return _quantity(_quantile(known, 0.5), low, high, len(samples) if requests else len(known))
 
 
 def tails(name: str, values: Iterable[float | None]) -> dict[str, Quantity | None]:
@@ -87,7 +87,7 @@ def ratio(a: Iterable[float | None], b: Iterable[float | None]) -> Quantity | No
     left, right = _known(a), _known(b)
     if not left or not right:
         return None
-    value = over(float(np.median(left)), float(np.median(right)))
+    value = over(median(left), median(right))
     if value is None or min(*left, *right) <= 0:
         return None
     n = min(len(left), len(right))
@@ -97,14 +97,10 @@ def ratio(a: Iterable[float | None], b: Iterable[float | None]) -> Quantity | No
     centre = float(logs[0].mean() - logs[1].mean())
     spread = math.sqrt(sum(float(x.var(ddof=1)) / len(x) for x in logs))
     reach = spread * (_T95[n - 2] if n - 2 < len(_T95) else 1.96)
-    draws = _medians(left, 0) / _medians(right, 1)
-    low, high = np.quantile(draws, (0.025, 0.975))
-    return Quantity(
-        value=value,
-        low=min(float(low), math.exp(centre - reach), value),
-        high=max(float(high), math.exp(centre + reach), value),
-        n=n,
-    )
+    with np.errstate(all="ignore"):
+        low, high = np.quantile(_medians(left, 0) / _medians(right, 1), (0.025, 0.975))
+        student = np.exp((centre - reach, centre + reach))
+    return _quantity(value, min(float(low), float(student[0]), value), max(float(high), float(student[1]), value), n)
 
 
 def differs(a: Iterable[float | None], b: Iterable[float | None]) -> bool:
@@ -128,9 +124,20 @@ def _known(values: Iterable[float | None]) -> list[float]:
     return [value for value in map(finite, values) if value is not None]
 
 
-def _pooled_quantile(known: Sequence[float], q: float) -> Quantity:
+def _quantity(value: float | None, low: float | None, high: float | None, n: int) -> Quantity | None:
+    value = finite(value)
+    return None if value is None else Quantity(value=value, low=finite(low), high=finite(high), n=n)
+
+
+def _quantile(known: Sequence[float], q: float) -> float | None:
+    # The mean of two values near the largest float is infinite.
+    with np.errstate(all="ignore"):
+        return finite(float(np.quantile(known, q)))
+
+
+def _pooled_quantile(known: Sequence[float], q: float) -> Quantity | None:
     low, high = _bootstrap(known, q)
-    return Quantity(value=float(np.quantile(known, q)), low=low, high=high, n=len(known))
+    return _quantity(_quantile(known, q), low, high, len(known))
 
 
 def _bootstrap(known: Sequence[float], q: float) -> tuple[float | None, float | None]:
@@ -141,8 +148,9 @@ def _bootstrap(known: Sequence[float], q: float) -> tuple[float | None, float | 
         reach = 1.96 * math.sqrt(len(known) * q * (1 - q)) / len(known)
         low, high = np.quantile(known, (max(0.0, q - reach), min(1.0, q + reach)))
         return float(low), float(high)
-    draws = np.quantile(_resampled(known, 0), q, axis=1)
-    low, high = np.quantile(draws, (0.025, 0.975))
+    with np.errstate(all="ignore"):
+        draws = np.quantile(_resampled(known, 0), q, axis=1)
+        low, high = np.quantile(draws, (0.025, 0.975))
     return float(low), float(high)
 
 

@@ -75,6 +75,7 @@ LEVELS: Mapping[str, Level] = {
 _ORDER = (Level.VALID, Level.SUSPECT, Level.INVALID)
 
 MAX_LOOP_LAG_S = 0.005
+MAX_LOOP_LAG_SHARE = 0.02
 MAX_CLIENT_CPU = 0.9
 MIN_REPEATS = 3
 MAX_LENGTH_DIFFERENCE = 0.05
@@ -82,7 +83,7 @@ MAX_LENGTH_DIFFERENCE = 0.05
 UNKNOWN_TEMPLATE_TOKENS = 64
 CACHE_SLACK_TOKENS = 4
 MIN_FULL_CONCURRENCY = 0.5
-MIN_DRAFTS_SHARE = 0.25
+LOW_SECOND_SHARE = 0.25
 LOW_FIRST_POSITION = 0.3
 # Accepted / drafted below which a trained draft of that method is more likely broken than unlucky. From public
 # reports: sound drafts 0.35-0.9, drafts with missing weights or a wrong block size 0.04-0.14.
@@ -128,14 +129,16 @@ def judge(workload: Workload, measurement: Measurement, windows: Sequence[Window
 
 
 def verdict_of(reasons: Iterable[Reason]) -> Verdict:
-    """The reasons under the worst of their levels, each reason once."""
-    unique = tuple(dict.fromkeys(reasons))
-    return Verdict(level=max((LEVELS[r.code] for r in unique), key=_ORDER.index, default=Level.VALID), reasons=unique)
+    """The reasons under the worst of their levels."""
+    found = tuple(reasons)
+    return Verdict(level=max((LEVELS[r.code] for r in found), key=_ORDER.index, default=Level.VALID), reasons=found)
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """One verdict for several workloads: the worst level, all reasons."""
-    return verdict_of(reason for verdict in verdicts for reason in verdict.reasons)
+    """One verdict for several workloads: the worst level, each reason once."""
+    every = list(verdicts)
+    level = max((verdict.level for verdict in every), key=_ORDER.index, default=Level.VALID)
+    return Verdict(level=level, reasons=tuple(dict.fromkeys(r for verdict in every for r in verdict.reasons)))
 
 
 def _prefix_cache_hits(measurement: Measurement, answered: Sequence[RequestTrace], evidence: Evidence) -> Reason | None:
@@ -200,8 +203,11 @@ def _gpu_shared(evidence: Evidence) -> Reason | None:
 def _client_late(measurement: Measurement) -> Reason | None:
     lag = measurement.metrics.get("client_lag_p99_s")
     lag_s = lag.value if lag is not None else 0.0
+    answer = measurement.metrics.get("e2e_s")
+    # Beside an answer of many seconds a later stamp is lost in the digits; beside a short one it is not.
+    allowed_s = max(MAX_LOOP_LAG_S, MAX_LOOP_LAG_SHARE * answer.value if answer is not None else 0.0)
     cpu = max((x for x in measurement.repeats.get("client_cpu_share", ()) if x is not None), default=0.0)
-    if lag_s <= MAX_LOOP_LAG_S and cpu <= MAX_CLIENT_CPU:
+    if lag_s <= allowed_s and cpu <= MAX_CLIENT_CPU:
         return None
     return Reason(
         code="client_late",
@@ -248,9 +254,12 @@ def _degenerate_output(workload: Workload, answered: Sequence[RequestTrace]) -> 
 
 def is_looping(text: str) -> bool:
     """Whether a fourth or more of a text says the same again and again, by how far each piece of it compresses."""
-    data = text.encode()
+    data = text.encode("utf-8", "replace")
     if len(data) < MIN_LOOP_BYTES:
         return False
+    if len(data) >= 2 * LOOP_WINDOW_BYTES and len(zlib.compress(data, 6)) < LOOP_RATIO * len(data):
+        # A whole paragraph that returns is longer than a piece.
+        return True
     pieces = [data[i : i + LOOP_WINDOW_BYTES] for i in range(0, len(data), LOOP_WINDOW_BYTES)]
     if len(pieces) > 1 and len(pieces[-1]) < LOOP_WINDOW_BYTES:
         pieces[-1] = data[-LOOP_WINDOW_BYTES:]
@@ -267,7 +276,7 @@ def _acceptance_collapse(measurement: Measurement, evidence: Evidence) -> Reason
     if evidence.synthetic_acceptance or not evidence.proposals:
         return None
     positions = measurement.acceptance_by_position or ()
-    if len(positions) > 1 and positions[0] >= LOW_FIRST_POSITION and positions[1] < MIN_DRAFTS_SHARE * positions[0]:
+    if len(positions) > 1 and positions[0] >= LOW_FIRST_POSITION and positions[1] < LOW_SECOND_SHARE * positions[0]:
         return Reason(
             code="acceptance_collapse",
             detail=f"position 0 is accepted at {positions[0]:.0%}, position 1 at {positions[1]:.0%}: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ INSTRUCTION_FILE = "instruction.md"
 WARM_UP = -1
 WARM_UP_TOKENS = 64
 DEFAULT_TOKEN_PROMPT = 1024
+CHARACTERS_PER_TOKEN = 4
 # Ids below are special or single bytes in common vocabularies; 20,000 is inside all of them.
 TOKEN_IDS = range(300, 20000)
 
@@ -97,7 +98,7 @@ def build_prompts(
         else:
             sized = texts[index]
             text = nonce(mark) + sized.text if workload.nonce else sized.text
-            shape = _shape(sized.tokens or len(sized.text) // 4, workload.output_tokens)
+            shape = _shape(sized.tokens or len(sized.text) // CHARACTERS_PER_TOKEN, workload.output_tokens)
             prompt = Prompt(
                 index=index, shape=shape, max_tokens=workload.output_tokens, text=text, text_tokens=sized.tokens
             )
@@ -108,6 +109,56 @@ def build_prompts(
 def nonce(mark: str) -> str:
     """The words in front of a prompt: short, natural, and never seen before by the server."""
     return f"Case {mark}.\n\n"
+
+
+async def cut_text(
+    text: str, tokens: int | None, count: Callable[[str], Awaitable[int | None]], *, exact: bool = True
+) -> SizedText:
+    """`text` cut to `tokens` (None: whole) as `count` counts them; by characters where it cannot (None).
+
+    Raises ConfigError when the text is too short. Without `exact` one count of the whole text must do.
+    """
+    total = await count(text)
+    if tokens is None:
+        return SizedText(text=text, tokens=total)
+    if total is None:
+        return SizedText(text=text[: tokens * CHARACTERS_PER_TOKEN], tokens=None)
+    if total < tokens:
+        raise ConfigError(f"workloads.*.prompt_tokens: asked for {tokens}, but the prompt text holds only {total}")
+    density = len(text) / total
+    cut, counted = int(tokens * density), tokens
+    for _ in range(8 if exact else 0):
+        counted = await count(text[:cut]) or 0
+        if tokens - 2 <= counted <= tokens:
+            break
+        cut += int((tokens - counted) * density) or (1 if counted < tokens else -1)
+    return SizedText(text=text[:cut], tokens=counted)
+
+
+def request_body(model: str, prompt: Prompt, workload: Workload) -> dict[str, object]:
+    """The JSON body of one request. Sampling is always stated: a server's own defaults would colour the result."""
+    if endpoint(workload) == "/v1/chat/completions":
+        asked: dict[str, object] = {"messages": [{"role": "user", "content": prompt.text}]}
+    else:
+        asked = {"prompt": list(prompt.token_ids) if prompt.token_ids is not None else prompt.text}
+    return {"model": model, **asked, "max_tokens": prompt.max_tokens, **sent_parameters(workload)}
+
+
+def sent_parameters(workload: Workload) -> dict[str, object]:
+    """What every request of `workload` carries besides its prompt and length."""
+    sent: dict[str, object] = {
+        "temperature": workload.temperature,
+        "top_p": workload.top_p,
+        "seed": workload.seed,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    return {**sent, "ignore_eos": True} if workload.ignore_eos else sent
+
+
+def endpoint(workload: Workload) -> str:
+    """Chat, so that the model's own template is applied, but for raw text and token ids."""
+    return "/v1/chat/completions" if workload.kind in ("chat", "prefill") else "/v1/completions"
 
 
 def arrival_times(workload: Workload, count: int, repeat: int) -> list[float]:
