@@ -168,7 +168,7 @@ def _text(value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
-        return f"{value:.6g}"
+        return f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:.6g}"
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 

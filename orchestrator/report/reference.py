@@ -41,18 +41,23 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """One published number and ours. trial is None when no trial of ours is that point."""
+    """One published number and ours; a point that yielded none has a status in place of it (metric `status`).
+
+    trial is None when no trial of ours is that point.
+    """
 
     row: Mapping[str, str]
     metric: str
-    published: float
+    published: float | str
     trial: str | None
-    ours: Quantity | None
+    ours: Quantity | str | None
 
     @property
     def ratio(self) -> float | None:
         """Ours over the published number."""
-        return self.ours.value / self.published if self.ours and self.published > 0 else None
+        if isinstance(self.published, str) or not isinstance(self.ours, Quantity) or not self.published > 0:
+            return None
+        return self.ours.value / self.published
 
 
 def find_reference(experiment: Experiment) -> Reference | None:
@@ -83,7 +88,7 @@ def reference_document(experiment: Experiment, results: Sequence[Recorded]) -> d
             "metric": match.metric,
             "published": match.published,
             "trial": match.trial,
-            "ours": quantity_document(match.ours),
+            "ours": match.ours if isinstance(match.ours, str) else quantity_document(match.ours),
             "ratio": match.ratio,
         }
         for match in _matches(experiment, reference, [r.result for r in results])
@@ -102,8 +107,8 @@ def reference_table(experiment: Experiment, results: Sequence[Recorded]) -> Rend
         [
             *(match.row[key] or "-" for key in labels),
             match.metric,
-            f"{match.published:g}",
-            interval(match.ours, ".4g") if match.trial else "not run",
+            match.published if isinstance(match.published, str) else f"{match.published:g}",
+            _ours(match),
             f"{match.ratio:.2f}x" if match.ratio is not None else "-",
         ]
         for match in matches
@@ -112,23 +117,32 @@ def reference_table(experiment: Experiment, results: Sequence[Recorded]) -> Rend
     return Group(table, *(Text(line, style="dim") for line in reference.source))
 
 
+def _ours(match: Match) -> str:
+    if match.trial is None:
+        return "not run"
+    return match.ours if isinstance(match.ours, str) else interval(match.ours, ".4g")
+
+
 def _matches(experiment: Experiment, reference: Reference, results: Sequence[TrialResult]) -> Iterator[Match]:
     default = next(iter(objective_metrics(experiment.objective, experiment.workloads)), "/").rpartition("/")[0]
     for row in reference.rows:
         workload = row.get("workload") or default
         keys = {key: text for key, text in row.items() if key != "workload" and text and _column(key, None) is None}
         trial = next((r for r in results if workload in r.spec.workloads and _is_point(r, workload, keys)), None)
+        name = trial.spec.name if trial else None
+        if row.get("status", "complete") != "complete":
+            yield Match(
+                row=row,
+                metric="status",
+                published=row["status"],
+                trial=name,
+                ours=trial.status.value if trial else None,
+            )
         for column, text in row.items():
             found = _column(column, experiment.engine.kind)
             if found is not None and text:
-                metric, scale = found
-                yield Match(
-                    row=row,
-                    metric=metric,
-                    published=float(text) * scale,
-                    trial=trial.spec.name if trial else None,
-                    ours=value(trial, f"{workload}/{metric}") if trial else None,
-                )
+                ours = value(trial, f"{workload}/{found[0]}") if trial else None
+                yield Match(row=row, metric=found[0], published=float(text) * found[1], trial=name, ours=ours)
 
 
 def _column(name: str, kind: str | None) -> tuple[str, float] | None:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -31,7 +30,7 @@ _FOOTNOTES = {
     "RSS GiB": "highest host memory of the engine's processes",
     "speed-up": "decode tok/s over the baseline's",
     "verdict": "only a valid number can win",
-    "n": "repeats behind the decode figure",
+    "n": "samples behind the decode figure",
 }
 
 
@@ -151,10 +150,10 @@ def _explanations(trials: Sequence[TrialResult]) -> RenderableType:
         for workload, verdict in result.verdicts.items():
             for reason in verdict.reasons:
                 lines.append(Text(f"{result.spec.name}: {workload}: {verdict.level}: {reason.code}: {reason.detail}"))
-    return Padding(Group(*lines), (1, 0, 0, 0)) if lines else Text("")
+    return Group(Text(""), *lines) if lines else Text("")
 
 
 def _footnotes(trials: Sequence[TrialResult]) -> RenderableType:
     unused = {"GPU GiB", "RSS GiB"} - {_memory_column(trials)}
     notes = [f"{name}: {text}" for name, text in _FOOTNOTES.items() if name not in unused]
-    return Padding(Text("* best.  " + ".  ".join(notes) + ".", style="dim"), (1, 0, 0, 0))
+    return Text("\n* best.  " + ".  ".join(notes) + ".", style="dim")

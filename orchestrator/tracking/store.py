@@ -5,7 +5,9 @@ Importing this package sets what MLflow reads from the environment; see `__init_
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,7 +56,21 @@ def is_missing(uri: str) -> bool:
     return path is not None and not path.exists()
 
 
+@contextmanager
+def creation_lock(uri: str) -> Iterator[None]:
+    """Held while a database may be created: MLflow's own lock lets two first users spoil each other's tables."""
+    path = sqlite_path(uri)
+    if path is None:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f"{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def connect(uri: str) -> MlflowClient:
+    """A client of the store at `uri`. Raises TrackingError for a kind of store that MLflow does not write to."""
     if not (is_server(uri) or "://" in uri) or uri.startswith("file:"):
         raise TrackingError(
             f"tracking.uri: found {uri!r}, which MLflow no longer writes to; allowed is a database such as "
@@ -73,7 +89,8 @@ def border(uri: str, what: str) -> Iterator[None]:
     except Exception as error:
         # Broad, because MLflow lets the errors of its databases, drivers and networks through as they are.
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise TrackingError(f"tracking: {uri}: {what}: {first[:300]}") from error
+        told = f"tracking: {uri}: {what}: {first[:300]}"
+        raise TrackingError(re.sub(r"//[^/@\s]*@", "//***@", told)) from error
 
 
 def search(client: MlflowClient, experiment_id: str, query: str) -> list[Run]:

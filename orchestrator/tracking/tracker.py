@@ -1,4 +1,4 @@
-"""Write TrialResults to MLflow and read them back. The only room that knows MLflow, and only the driver enters it.
+"""Write TrialResults to MLflow. Only the driver enters this room; everything else reads.
 
 One MLflow experiment per experiment name, one parent run per campaign, one child run per trial. A store that goes down
 loses nothing: `record` raises TrackingError, result.json is on disk already, and `replay` records what is missing.
@@ -27,9 +27,9 @@ from orchestrator.tracking.store import (
     border,
     campaigns,
     connect,
+    creation_lock,
     is_server,
     search,
-    sqlite_path,
     store_uri,
 )
 from orchestrator.trial import TrialResult
@@ -58,9 +58,7 @@ class Tracker:
         self._lock = threading.RLock()
         self._open: dict[tuple[str, str], list[str]] = {}
         self._recorded: dict[str, str] = {}
-        with border(self.uri, "cannot be opened"):
-            if (path := sqlite_path(self.uri)) is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
+        with border(self.uri, "cannot be opened"), creation_lock(self.uri):
             self._client = connect(self.uri)
             self._experiment_id = self._experiment(Path(experiment.tracking.folder))
 
