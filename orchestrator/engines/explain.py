@@ -87,9 +87,10 @@ def _find(lines: Sequence[Line]) -> tuple[Rule, re.Match[str], Block] | None:
     for quotes_source in (False, True):
         for block in error_blocks(lines, source=quotes_source):
             for rule in RULES:
-                match = rule.pattern.search(block.text)
-                if match and (best is None or (rule.weak, block.index, match.start()) < best[0]):
-                    best = (rule.weak, block.index, match.start()), (rule, match, block)
+                if match := rule.pattern.search(block.text):
+                    place = (rule.weak, block.index_at(match.start()), match.start())
+                    if best is None or place < best[0]:
+                        best = place, (rule, match, block)
         if best:
             return best[1]
     return None
@@ -120,7 +121,8 @@ def _told(
     rule: Rule, match: re.Match[str], block: Block, *, lines: Sequence[Line], facts: Mapping[str, Fact]
 ) -> Diagnosis:
     evidence = sentence_around(block.text, *match.span())[:_EVIDENCE_CHARS]
-    before = [line for line in lines if line.index < block.index + block.text.count("\n", 0, match.start())]
+    place = block.index_at(match.start())
+    before = [line for line in lines if line.index < place]
     words = {name: text.rstrip(".") for name, text in match.groupdict().items() if text is not None}
     code = _refined(rule.code, words, before)
     cause = CAUSES[code]

@@ -59,11 +59,14 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Neighbouring lines of one process joined by line breaks; `index` is the place of the first."""
+    """Lines of one process joined by line breaks, and the place of each in the log."""
 
-    process: str
     text: str
-    index: int
+    indices: tuple[int, ...]
+
+    def index_at(self, offset: int) -> int:
+        """The place in the log of the line that holds text[offset]."""
+        return self.indices[self.text.count("\n", 0, offset)]
 
 
 def bounded(log_text: str) -> str:
@@ -94,9 +97,16 @@ def rejoined_lines(log_text: str) -> list[Line]:
     for raw in raws:
         plain = _line(0, raw)
         full, nearly_full = piece == width, width - _LONGEST_WORD <= piece < width
-        if plain.text == raw and raw and not raw[0].isspace() and TRACEBACK not in raw and (full or nearly_full):
+        if (
+            joined
+            and plain.text == raw
+            and raw
+            and not raw[0].isspace()
+            and TRACEBACK not in raw
+            and (full or nearly_full)
+        ):
             joined[-1] += raw if full or joined[-1].endswith(" ") else f" {raw}"
-        elif full and plain.process and joined[-1].startswith(f"({plain.process})"):
+        elif joined and full and plain.process and joined[-1].startswith(f"({plain.process})"):
             joined[-1] += plain.text
         else:
             joined.append(raw)
@@ -109,11 +119,11 @@ def streams(lines: Iterable[Line]) -> list[Block]:
     by_process: dict[str, list[Line]] = {}
     for line in lines:
         by_process.setdefault(line.process, []).append(line)
-    return [Block(p, "\n".join(line.text for line in own), own[0].index) for p, own in by_process.items()]
+    return [_block(own) for own in by_process.values()]
 
 
 def error_blocks(lines: Iterable[Line], *, source: bool = False) -> list[Block]:
-    """Runs of lines that may tell an error, per process, in the order of their beginnings.
+    """Runs of lines that may tell an error, per process.
 
     Quiet lines (information, warnings) end a run of their process. Source lines inside a traceback quote code, not
     what happened: they are left out unless `source`.
@@ -134,8 +144,7 @@ def error_blocks(lines: Iterable[Line], *, source: bool = False) -> list[Block]:
             inside.discard(process)
         if source or process not in inside or TRACEBACK in line.text:
             runs.setdefault(process, []).append(line)
-    blocks += [_block(own) for own in runs.values()]
-    return sorted(blocks, key=lambda block: block.index)
+    return blocks + [_block(own) for own in runs.values()]
 
 
 def first_traceback(lines: Iterable[Line], derived: re.Pattern[str]) -> tuple[str, str] | None:
@@ -218,7 +227,7 @@ def _line(index: int, raw: str) -> Line:
 
 
 def _block(lines: list[Line]) -> Block:
-    return Block(lines[0].process, "\n".join(line.text for line in lines), lines[0].index)
+    return Block("\n".join(line.text for line in lines), tuple(line.index for line in lines))
 
 
 def _exception_line(texts: list[str]) -> str:

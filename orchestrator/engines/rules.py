@@ -170,7 +170,8 @@ RULES: tuple[Rule, ...] = (
     _rule("out_of_memory_load", r"(?:Prefill|Decode) out of memory\. Try to lower your batch size"),
     _rule(
         "out_of_memory",
-        r"(?:CUDA|HIP|XPU) out of memory\.?(?: Tried to allocate <oom_tried> (?P<oom_unit>[KMG]iB)\.)?"
+        r"(?:OutOfMemoryError: )?(?:CUDA|HIP|XPU) out of memory\.?"
+        r"(?: Tried to allocate <oom_tried> (?P<oom_unit>[KMG]iB)\.)?"
         r"|OutOfMemoryError|cudaMalloc failed: out of memory|CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"
         r"|unable to allocate \S+ buffer|failed to allocate compute \w+ buffers",
     ),

@@ -1,0 +1,557 @@
+"""Logs of dead and living engines -> Diagnosis: recorded failures, and every sentence that has a rule.
+
+Where nothing is recorded, a message of the engine's source stands in the frame of a recorded failure.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.engines import ENGINES, Diagnosis, TrialStatus
+from orchestrator.engines.causes import CAUSES
+from orchestrator.engines.rules import RULES
+
+RECORDED = Path(__file__).parent / "recorded"
+REFUSED, UNFIT, FAILED = TrialStatus.REFUSED, TrialStatus.UNFIT, TrialStatus.FAILED
+INFRASTRUCTURE, COMPLETE = TrialStatus.INFRASTRUCTURE, TrialStatus.COMPLETE
+# Caused by the program around the engine, never read from a log.
+FROM_OUTSIDE = {"gpu_busy", "not_released", "no_token"}
+
+
+def kind_of(path: Path) -> str:
+    return next((kind for kind in ("sglang", "vllm") if kind in path.name), "llamacpp")
+
+
+def recorded(name: str, exit_code: int | None = 1) -> Diagnosis:
+    path = RECORDED / name
+    return ENGINES[kind_of(path)].diagnose(path.read_text(encoding="utf-8"), exit_code)
+
+
+def vllm_log(message: str, *before: str, process: str = "EngineCore pid=519") -> str:
+    """A start of vLLM that ends with `message` in one process, as recorded: the front end speaks last."""
+    error = f"({process}) ERROR 11-29 14:06:34 [core.py:1510] "
+    return "\n".join(
+        [
+            "(APIServer pid=500) WARNING 11-29 14:06:20 [system_utils.py:255] Found ulimit of 20000 and failed to "
+            "automatically increase with error current limit exceeds maximum limit.",
+            *before,
+            f"{error}EngineCore failed to start.",
+            f"{error}Traceback (most recent call last):",
+            f'{error}  File "/venv/vllm/v1/engine/core.py", line 1482, in run_engine_core',
+            f"{error}    raise Something(",
+            *(error + line for line in message.splitlines()),
+            f"Process {process.split()[0]}:",
+            "Traceback (most recent call last):",
+            '  File "/venv/vllm/v1/engine/core.py", line 1482, in run_engine_core',
+            "    raise Something(",
+            message,
+            "Traceback (most recent call last):",
+            '  File "/venv/vllm/v1/engine/utils.py", line 1273, in wait',
+            "    raise RuntimeError(",
+            "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): "
+            "{'EngineCore': 1}",
+            "",
+        ]
+    )
+
+
+def sglang_log(message: str, *before: str, rank: str = " TP0") -> str:
+    return "\n".join(
+        [
+            "[2026-11-29 14:27:41] server_args=ServerArgs(model_path='m', mem_fraction_static=0.96)",
+            *before,
+            f"[2026-11-29 14:27:53{rank}] Scheduler hit an exception: Traceback (most recent call last):",
+            '  File "/venv/sglang/srt/managers/scheduler.py", line 4940, in run_scheduler_process',
+            "    scheduler = Scheduler(",
+            message,
+            "",
+            "[2026-11-29 14:27:53] Received sigquit from a child process. It usually means the child failed.",
+            "Killed",
+            "",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "cause", "evidence"),
+    [
+        ("vllm_cpu_fail_bad_flag.log", REFUSED, "unknown_flag", "unrecognized arguments: --no-such-flag"),
+        ("vllm_cpu_fail_cli_metadata.log", INFRASTRUCTURE, "module_missing", "No package metadata was found for vllm"),
+        ("vllm_cpu_fail_maxlen_over_kv.log", UNFIT, "kv_cache_too_small", "2.81 GiB KV cache is needed"),
+        ("vllm_cpu_fail_maxlen_over_model.log", REFUSED, "max_len_over_model", "max_model_len (16384) is greater"),
+        ("vllm_cpu_fail_port_in_use.log", INFRASTRUCTURE, "port_taken", "[Errno 98] Address already in use"),
+        ("vllm_cpu_fail_spec_zero.log", REFUSED, "bad_value", "Input should be greater than 0"),
+        ("vllm_cpu_fail_unknown_model.log", REFUSED, "model_missing", "Repo id must be in the form"),
+        ("llama_fail_bad_spec.log", REFUSED, "unknown_method", "unknown speculative type: nosuch"),
+    ],
+)
+def test_recorded_failures(name: str, status: TrialStatus, cause: str, evidence: str) -> None:
+    found = recorded(name)
+    assert (found.status, found.cause) == (status, cause)
+    assert evidence in (found.evidence or "")
+    assert found.summary
+    assert found.lever
+
+
+def test_every_recorded_failure_is_listed_above() -> None:
+    listed = test_recorded_failures.pytestmark[0].args[1]  # type: ignore[attr-defined]
+    assert {row[0] for row in listed} == {path.name for path in RECORDED.glob("*_fail_*.log")}
+
+
+def test_recorded_kv_failure_in_numbers() -> None:
+    found = recorded("vllm_cpu_fail_maxlen_over_kv.log")
+    numbers = {name: fact.value for name, fact in found.facts.items()}
+    assert numbers["kv_needed_gib"] == 2.81
+    assert numbers["kv_available_gib"] == 1.0
+    assert numbers["kv_shortfall_gib"] == 1.81
+    assert numbers["max_len_tokens"] == 131072
+    assert numbers["max_len_estimate_tokens"] == 46464
+    assert found.lever is not None
+    assert "VLLM_CPU_KVCACHE_SPACE" in found.lever
+    assert "46464" in found.lever
+
+
+HEALTHY = sorted(path for path in RECORDED.glob("*.log") if "_fail_" not in path.name and "made_" not in path.name)
+
+
+@pytest.mark.parametrize("path", HEALTHY, ids=lambda path: path.name)
+def test_a_healthy_log_with_warnings_tells_no_fault(path: Path) -> None:
+    engine = ENGINES[kind_of(path)]
+    text = path.read_text(encoding="utf-8")
+    assert (engine.diagnose(text, None).status, engine.diagnose(text, None).cause) == (COMPLETE, None)
+    for exit_code in (-15, -2, 143):
+        ended = engine.diagnose(text, exit_code)
+        assert (ended.status, ended.cause) == (INFRASTRUCTURE, "killed")
+    assert engine.diagnose(text, 0).cause == "unknown"
+
+
+VLLM_MESSAGES = [
+    (
+        "ValueError: DSpark requires num_speculative_tokens >= dspark_block_size (5); got 4. Smaller values produce "
+        "incorrect output. Use num_speculative_tokens=5 or larger (e.g. 7).",
+        "block_size",
+    ),
+    (
+        "ValueError: Total number of attention heads (9) must be divisible by tensor parallel size (2).",
+        "heads_not_divisible",
+    ),
+    ("AssertionError: 9 is not divisible by 2", "heads_not_divisible"),
+    ("ValueError: num_speculative_tokens:3 must be divisible by n_predict=2", "draft_not_divisible"),
+    (
+        "ValueError: max_num_scheduled_tokens is set to -1024 based on the speculative decoding settings, which does "
+        "not allow any tokens to be scheduled. Increase max_num_batched_tokens",
+        "no_schedulable_tokens",
+    ),
+    (
+        "ValueError: max_num_batched_tokens (128) must be greater than or equal to max_num_seqs (256).",
+        "batch_below_sequences",
+    ),
+    (
+        "ValueError: Target and draft model should have the same vocabulary size. Target model vocab_size=1. Draft",
+        "draft_vocabulary_differs",
+    ),
+    (
+        "ValueError: A speculative model was provided, but `num_speculative_tokens` was not provided",
+        "bad_value",
+    ),
+    ("NotImplementedError: Unsupported speculative method: 'nosuch'", "unknown_method"),
+    (
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for SpeculativeConfig\nmethod\n"
+        "  Input should be 'ngram', 'medusa' or 'dspark' [type=literal_error, input_value='nosuch', input_type=str]",
+        "unknown_method",
+    ),
+    ("ValueError: Model architectures ['FooForCausalLM'] are not supported for now. Supported", "model_unsupported"),
+    (
+        "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when",
+        "kv_cache_too_small",
+    ),
+    (
+        "ValueError: Cannot auto-fit max_model_len: not enough GPU memory available to serve even a single token.",
+        "kv_cache_too_small",
+    ),
+    (
+        "ValueError: The model's max seq len (32768) is larger than the maximum number of tokens that can be stored "
+        "in KV cache (20000). Try increasing `gpu_memory_utilization`",
+        "kv_cache_too_small",
+    ),
+    (
+        "ValueError: Free memory on device cuda:0 (12.5/139.8 GiB) on startup is less than desired GPU memory "
+        "utilization (0.96, 134.21 GiB). Decrease GPU memory utilization or reduce GPU memory used by others.",
+        "gpu_memory_busy",
+    ),
+    (
+        "AssertionError: Error in memory profiling. Initial free memory 130.1 GiB, current free memory 138.9 GiB. "
+        "This happens when other processes sharing the same container release GPU memory",
+        "gpu_memory_changed",
+    ),
+    (
+        "ValueError: Available memory on node 0 (1.2/22.96 GiB) on startup is less than desired CPU memory "
+        "utilization (0.92, 21.12 GiB). On the CPU backend, the flag controls",
+        "host_out_of_memory",
+    ),
+    (
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+        "tried to allocate 99999 bytes. Error code 12 (Cannot allocate memory)",
+        "host_out_of_memory",
+    ),
+    ("MemoryError", "host_out_of_memory"),
+    ("ModuleNotFoundError: No module named 'torchvision'", "module_missing"),
+    ("ModuleNotFoundError: No module named 'cutlass'", "module_missing"),
+    ("RuntimeError: operator torchvision::nms does not exist", "module_mismatch"),
+    ("ImportError: /venv/vllm/_C.abi3.so: undefined symbol: _ZN3c104cuda", "module_mismatch"),
+    ("ImportError: cannot import name 'Foo' from 'transformers.models' (/venv/x.py)", "module_mismatch"),
+    ("ImportError: libcudart.so.13: cannot open shared object file: No such file or directory", "module_mismatch"),
+    ("RuntimeError: No CUDA GPUs are available", "gpu_unavailable"),
+    ("RuntimeError: Failed to infer device type", "gpu_unavailable"),
+    ("RuntimeError: Could not find nvcc and default cuda_home='/usr/local/cuda' doesn't exist", "toolchain_missing"),
+    ("OSError: [Errno 28] No space left on device", "disk_full"),
+    ("_pickle.UnpicklingError: pickle data was truncated", "cache_broken"),
+    ("torch.distributed.DistNetworkError: The server socket has failed to listen. EADDRINUSE", "port_taken"),
+    (
+        "OSError: /models/x does not appear to have a file named config.json. Checkout",
+        "model_missing",
+    ),
+    ("OSError: Can't load tokenizer for '/models/x'. If you were trying to load it", "model_missing"),
+    ("RuntimeError: Cannot find any model weights with `/models/x`", "model_missing"),
+    (
+        "ValueError: Following weights were not initialized from checkpoint: {'model.layers.0.x'}",
+        "weights_mismatch",
+    ),
+    (
+        "ValueError: The repository /models/x contains custom code which must be executed to correctly load the model.",
+        "remote_code_refused",
+    ),
+    ("torch.AcceleratorError: CUDA error: an illegal memory access was encountered", "gpu_fault"),
+    (
+        "torch.distributed.DistBackendError: NCCL error in: /pytorch/x.cpp:94, unhandled cuda error",
+        "communication_failed",
+    ),
+    ("TimeoutError: RPC call to sample_tokens timed out.", "no_progress"),
+    ("RuntimeError: Worker proc VllmWorker-1 died unexpectedly (exit code: -9), shutting down executor.", "killed"),
+    ("RuntimeError: Worker proc VllmWorker-1 died unexpectedly (exit code: -11), shutting down executor.", "crashed"),
+]
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"), VLLM_MESSAGES, ids=[f"{c}-{i}" for i, (_, c) in enumerate(VLLM_MESSAGES)]
+)
+def test_vllm_messages(message: str, cause: str) -> None:
+    found = ENGINES["vllm"].diagnose(vllm_log(message), 1)
+    assert found.cause == cause
+    assert found.status == CAUSES[cause].status
+    assert "Engine core initialization failed" not in (found.evidence or "")
+    assert found.evidence is not None
+    assert " ".join(message.split())[:40] in found.evidence
+    assert "{" not in found.summary + (found.lever or "")
+
+
+SGLANG_MESSAGES = [
+    (
+        "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static. Current value: "
+        "mem_fraction_static=0.88",
+        "kv_cache_too_small",
+    ),
+    (
+        "ValueError: DSpark speculative_num_draft_tokens must equal gamma + 1 (= 6 for gamma=5), but got "
+        "speculative_num_draft_tokens=8.",
+        "block_size",
+    ),
+    ("ValueError: DSpark speculative_num_draft_tokens must be >= 2 (= gamma + 1), got 1.", "block_size"),
+    ("ValueError: Unknown speculative algorithm name: NOSUCH", "unknown_method"),
+    (
+        "ValueError: Warning: User-specified context_length (99999) is greater than the derived context_length "
+        "(8192). This may lead to incorrect model outputs",
+        "max_len_over_model",
+    ),
+    (
+        "RuntimeError: The memory capacity is unbalanced. Some GPUs may be occupied by other processes. "
+        "pre_model_load_memory=1.0",
+        "gpu_memory_busy",
+    ),
+    ("Exception: Capture cuda graph failed: CUBLAS_STATUS_INTERNAL_ERROR\nPossible solutions:", "graph_capture_failed"),
+    ("AssertionError", "unknown"),
+]
+
+
+@pytest.mark.parametrize(("message", "cause"), SGLANG_MESSAGES, ids=[c for _, c in SGLANG_MESSAGES])
+@pytest.mark.parametrize("rank", ["", " TP1", " DP0 TP1"])
+def test_sglang_messages(message: str, cause: str, rank: str) -> None:
+    found = ENGINES["sglang"].diagnose(sglang_log(message, rank=rank), 1)
+    assert (found.status, found.cause) == (CAUSES[cause].status, cause)
+    assert message.split("\n")[0][:40] in (found.evidence or "")
+
+
+def test_an_assertion_without_words_is_told_by_its_source_line() -> None:
+    log = sglang_log("AssertionError").replace(
+        "    scheduler = Scheduler(", "    assert self.total_num_heads % tp_size == 0"
+    )
+    assert ENGINES["sglang"].diagnose(log, 1).cause == "heads_not_divisible"
+
+
+LLAMA_MESSAGES = [
+    ("error: invalid argument: --no-such-flag", "unknown_flag"),
+    (
+        'error while handling argument "--draft-max": the argument has been removed. use --spec-draft-n-max or '
+        "--spec-ngram-mod-n-max",
+        "unknown_flag",
+    ),
+    ('error while handling argument "-c": expected value for argument', "bad_value"),
+    ("0.00.300.001 E srv load_model: the target and draft vocabs are not compatible", "draft_vocabulary_differs"),
+    ("0.00.300.001 E srv    start: couldn't bind HTTP server socket, hostname: 127.0.0.1, port: 8201", "port_taken"),
+    (
+        "0.00.300.001 E llama_model_load: error loading model: unknown model architecture: 'foo'",
+        "model_unsupported",
+    ),
+    (
+        "0.00.300.001 E gguf_init_from_file: failed to open GGUF file '/models/x.gguf' (No such file or directory)",
+        "model_missing",
+    ),
+    (
+        "0.00.300.001 E llama_init_from_model: failed to initialize the context: failed to allocate buffer for kv "
+        "cache",
+        "kv_cache_too_small",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"), LLAMA_MESSAGES, ids=[f"{c}-{i}" for i, (_, c) in enumerate(LLAMA_MESSAGES)]
+)
+def test_llamacpp_messages(message: str, cause: str) -> None:
+    log = f"0.00.000.944 I srv  llama_server: initializing ...\n{message}\n0.00.400.000 I srv    exiting due to error\n"
+    found = ENGINES["llamacpp"].diagnose(log, 1)
+    assert (found.status, found.cause) == (CAUSES[cause].status, cause)
+
+
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 139.80 GiB"
+INFO = "(EngineCore pid=519) INFO 11-29 14:06:30 [x.py:1] "
+LOADING = f"{INFO}Loading model from scratch..."
+LOADED = f"{INFO}Model loading took 92.9 GiB and 8.837894 seconds"
+CAPTURING = "(EngineCore pid=519) Capturing CUDA graphs (PIECEWISE):   0%|          | 0/4 [00:00<?, ?it/s]"
+CAPTURED = f"{INFO}Graph capturing finished in 11 secs, took 0.24 GiB"
+READY = "(APIServer pid=500) INFO:     Application startup complete."
+SERVED = '(APIServer pid=500) INFO:     127.0.0.1:53326 - "POST /v1/completions HTTP/1.1" 200 OK'
+
+
+@pytest.mark.parametrize(
+    ("before", "cause"),
+    [
+        ([LOADING], "weights_too_large"),
+        ([LOADING, LOADED], "out_of_memory_start"),
+        ([LOADING, LOADED, CAPTURING], "graphs_too_large"),
+        ([LOADING, LOADED, CAPTURING, CAPTURED], "out_of_memory_start"),
+        ([LOADING, LOADED, CAPTURING, CAPTURED, READY, *[SERVED] * 10], "out_of_memory_load"),
+    ],
+)
+def test_out_of_memory_is_told_by_what_the_engine_was_doing(before: list[str], cause: str) -> None:
+    found = ENGINES["vllm"].diagnose(vllm_log(OOM, *before), 1)
+    assert (found.status, found.cause) == (UNFIT, cause)
+    assert found.facts["oom_tried_gib"].value == 2.5
+    if cause == "out_of_memory_load":
+        assert found.facts["requests_served"].value == 10
+        assert "after 10 answered requests" in found.summary
+
+
+def test_the_first_runner_names_the_weights_itself() -> None:
+    message = f"Failed to load model - not enough GPU memory. Try lowering x. (original error: {OOM})"
+    assert ENGINES["vllm"].diagnose(vllm_log(message, LOADING), 1).cause == "weights_too_large"
+
+
+def test_out_of_memory_in_mib() -> None:
+    found = ENGINES["vllm"].diagnose(vllm_log(OOM.replace("2.50 GiB", "512.00 MiB"), LOADING), 1)
+    assert found.facts["oom_tried_gib"].value == 0.5
+
+
+def test_the_cache_pool_of_sglang_under_load() -> None:
+    log = sglang_log(
+        "RuntimeError: Decode out of memory. Try to lower your batch size.\nTry to allocate 4 tokens.",
+        "[2026-11-29 14:27:53] The server is fired up and ready to roll!",
+    )
+    assert ENGINES["sglang"].diagnose(log, 1).cause == "out_of_memory_load"
+
+
+def kv_message(needed: str, available: str, estimate: str | None = "1,003,520", apostrophe: str = "'s") -> str:
+    hint = f" Based on the available memory, the estimated maximum model length is {estimate}." if estimate else ""
+    return (
+        f"ValueError: To serve at least one request with the model{apostrophe} max seq len (1048576), ({needed} GiB KV "
+        f"cache is needed, which is larger than the available KV cache memory ({available} GiB).{hint} Try increasing"
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "needed", "available", "estimate"),
+    [
+        (kv_message("14.56", "14.26"), 14.56, 14.26, 1003520),
+        (kv_message("26", "3", None), 26, 3, None),
+        (kv_message("1,026.33", "3.5", "96000", "s's"), 1026.33, 3.5, 96000),
+        (kv_message("26.33", "-0.38", None), 26.33, -0.38, None),
+    ],
+)
+def test_kv_messages_of_several_versions(message: str, needed: float, available: float, estimate: float | None) -> None:
+    found = ENGINES["vllm"].diagnose(vllm_log(message), 1)
+    assert found.cause == "kv_cache_too_small"
+    assert found.facts["kv_needed_gib"].value == needed
+    assert found.facts["kv_available_gib"].value == available
+    assert found.facts["kv_shortfall_gib"].value == pytest.approx(needed - available)
+    told = found.facts.get("max_len_estimate_tokens")
+    assert (told.value if told else None) == estimate
+
+
+SETTINGS = (
+    "(APIServer pid=500) INFO 11-29 14:06:20 [utils.py:1] non-default args: {'max_model_len': 1048576, "
+    "'gpu_memory_utilization': 0.95, 'max_num_batched_tokens': 8192}"
+)
+
+
+@pytest.mark.parametrize(
+    ("switch", "words"),
+    [
+        ("enabled", "2 concurrent batches x max-num-batched-tokens 8,192 = 16,384 (no-async-scheduling halves it)"),
+        ("disabled", "1 concurrent batches x max-num-batched-tokens 8,192 = 8,192"),
+    ],
+)
+def test_the_kv_lever_counts_tokens_in_flight_before_context(switch: str, words: str) -> None:
+    scheduling = f"(APIServer pid=500) INFO 11-29 14:06:20 [vllm.py:1] Asynchronous scheduling is {switch}."
+    found = ENGINES["vllm"].diagnose(vllm_log(kv_message("14.56", "14.26"), SETTINGS, scheduling), 1)
+    assert found.lever is not None
+    assert words in found.lever
+    assert "from 0.95 up by 0.01" in found.lever
+    assert found.lever.index("in flight") < found.lever.index("0.01") < found.lever.index("context")
+
+
+def test_the_utilisation_step_is_computed_where_the_size_of_the_gpu_is_known() -> None:
+    total = (
+        f"{INFO}Free memory on device (139.29/139.8 GiB) on startup. Desired GPU memory utilization is (0.95, 132.81 "
+        "GiB). Actual usage is 92.9 GiB for weight, 2.91 GiB for peak activation, 0.23 GiB for non-torch memory, and "
+        "0.24 GiB for CUDAGraph memory."
+    )
+    found = ENGINES["vllm"].diagnose(vllm_log(kv_message("14.56", "12.26"), SETTINGS, total), 1)
+    # 2.3 GiB short, 1.398 GiB per hundredth: two hundredths.
+    assert "from 0.95 to 0.97" in (found.lever or "")
+
+
+def test_a_busy_gpu_is_told_with_the_largest_utilisation_that_fits() -> None:
+    message = next(m for m, cause in VLLM_MESSAGES if cause == "gpu_memory_busy")
+    found = ENGINES["vllm"].diagnose(vllm_log(message), 1)
+    assert "12.5 of 139.8 GiB free, 134.21 GiB wanted" in found.summary
+    assert "127.3 GiB" in (found.lever or "")
+    assert "0.08 or less" in (found.lever or "")
+
+
+def test_a_missing_module_names_the_package_that_provides_it() -> None:
+    found = ENGINES["vllm"].diagnose(vllm_log("ModuleNotFoundError: No module named 'cutlass.cute'"), 1)
+    assert "cutlass.cute" in found.summary
+    assert "nvidia-cutlass-dsl" in (found.lever or "")
+    started = ENGINES["sglang"].diagnose("/opt/bin/python: No module named sglang\n", 1)
+    assert (started.cause, started.status) == ("module_missing", INFRASTRUCTURE)
+
+
+def test_a_mistyped_flag_is_told_with_the_nearest_that_the_usage_in_the_log_has() -> None:
+    text = (RECORDED / "vllm_cpu_fail_bad_flag.log").read_text(encoding="utf-8")
+    found = ENGINES["vllm"].diagnose(text.replace("--no-such-flag", "--max-model-length"), 2)
+    assert "did you mean --max-model-len?" in (found.lever or "")
+
+
+def test_a_harmless_import_error_does_not_hide_the_cause() -> None:
+    early = vllm_log("ModuleNotFoundError: No module named 'flashinfer'")
+    found = ENGINES["vllm"].diagnose(early + vllm_log(OOM, LOADING), 1)
+    assert found.cause == "weights_too_large"
+
+
+def test_the_first_of_two_causes_is_told() -> None:
+    heads = "ValueError: Total number of attention heads (9) must be divisible by tensor parallel size (2)."
+    found = ENGINES["vllm"].diagnose(vllm_log(heads) + vllm_log(OOM, LOADING), 1)
+    assert found.cause == "heads_not_divisible"
+    assert found.summary == "9 attention heads cannot be split over 2 GPUs"
+
+
+def test_a_warning_with_the_words_of_a_cause_is_no_cause() -> None:
+    warning = (
+        "(APIServer pid=500) WARNING 11-29 14:06:20 [model.py:2660] User-specified max_model_len (131072) is greater "
+        "than the derived max_model_len (max_position_embeddings=8192.0"
+    )
+    assert ENGINES["vllm"].diagnose(vllm_log("RuntimeError: something new", warning), 1).cause == "unknown"
+
+
+def test_unknown_stays_unknown_with_the_first_traceback() -> None:
+    found = ENGINES["vllm"].diagnose(vllm_log("RuntimeError: something new"), 1)
+    assert (found.status, found.cause) == (FAILED, "unknown")
+    assert found.summary.endswith("RuntimeError: something new")
+    assert found.evidence is not None
+    assert found.evidence.startswith("Traceback (most recent call last):")
+    assert "run_engine_core" in found.evidence
+    assert "Engine core initialization failed" not in found.evidence
+
+
+def test_of_a_chain_the_first_exception_is_told() -> None:
+    chain = (
+        "Traceback (most recent call last):\n  File 'a.py', line 1\n    f()\nKeyError: 'root'\n\n"
+        "During handling of the above exception, another exception occurred:\n\n"
+        "Traceback (most recent call last):\n  File 'b.py', line 2\n    g()\nRuntimeError: wrapped\n"
+    )
+    found = ENGINES["vllm"].diagnose(chain, 1)
+    assert "KeyError: 'root'" in found.summary
+    assert "RuntimeError: wrapped" in (found.evidence or "")
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "status", "cause", "word"),
+    [
+        (-9, INFRASTRUCTURE, "killed", "SIGKILL"),
+        (137, INFRASTRUCTURE, "killed", "SIGKILL"),
+        (-15, INFRASTRUCTURE, "killed", "SIGTERM"),
+        (-11, FAILED, "crashed", "SIGSEGV"),
+        (139, FAILED, "crashed", "SIGSEGV"),
+        (-6, FAILED, "crashed", "SIGABRT"),
+        (-4, FAILED, "crashed", "SIGILL"),
+        (127, INFRASTRUCTURE, "command_missing", "program"),
+        (126, INFRASTRUCTURE, "command_missing", "program"),
+        (1, FAILED, "unknown", "exit code 1"),
+        (0, FAILED, "unknown", "exit code 0"),
+        (255, FAILED, "unknown", "exit code 255"),
+    ],
+)
+@pytest.mark.parametrize("kind", ENGINES)
+def test_exit_codes_where_the_log_tells_nothing(
+    kind: str, exit_code: int, status: TrialStatus, cause: str, word: str
+) -> None:
+    found = ENGINES[kind].diagnose("starting\n", exit_code)
+    assert (found.status, found.cause) == (status, cause)
+    assert word in found.summary
+    assert ENGINES[kind].diagnose("", exit_code).cause == cause
+
+
+def test_a_signal_after_a_known_error_is_that_error() -> None:
+    assert ENGINES["vllm"].diagnose(vllm_log(OOM, LOADING), -9).cause == "weights_too_large"
+
+
+DRAFT_LINES = [
+    ("sglang", "[2026-11-29 14:27:42 TP0] DSpark V4 draft: unexpected weight 'mtp.0.ffn.shared_experts.w1' -> 'x'"),
+    ("sglang", "[2026-11-29 14:27:42] Eagle3 MLA: skipping unexpected weight midlayer.x"),
+    ("vllm", "(Worker pid=7) WARNING 11-29 14:06:20 [x.py:1] Draft model weights not initialized: lm_head"),
+]
+
+
+@pytest.mark.parametrize(("kind", "line"), DRAFT_LINES)
+def test_draft_weights_that_were_not_loaded_are_told_by_a_living_engine(kind: str, line: str) -> None:
+    found = ENGINES[kind].diagnose(f"{line}\n{line}\n", None)
+    assert (found.status, found.cause) == (COMPLETE, "draft_weights_missing")
+    assert found.facts["draft_weights_lost"].value == 2
+    assert found.lever
+
+
+def test_a_front_end_that_outlives_its_engine_is_not_healthy() -> None:
+    dying = vllm_log(OOM, LOADING, LOADED, READY).replace("failed to start", "encountered a fatal error")
+    assert ENGINES["vllm"].diagnose(dying, None).cause == "out_of_memory_load"
+    stopping = vllm_log("ModuleNotFoundError: No module named 'x'", READY)
+    assert ENGINES["vllm"].diagnose(stopping, None).cause is None
+
+
+def test_every_cause_with_a_rule_is_tested_and_every_rule_has_a_cause() -> None:
+    rows = [*VLLM_MESSAGES, *SGLANG_MESSAGES, *LLAMA_MESSAGES]
+    tested = {cause for _, cause in rows} | {"unknown_flag", "port_taken", "command_missing", "draft_weights_missing"}
+    tested |= {"weights_too_large", "out_of_memory_start", "graphs_too_large", "out_of_memory_load"}
+    assert set(CAUSES) - FROM_OUTSIDE == tested
+    assert {rule.code for rule in RULES} <= set(CAUSES) | {"out_of_memory"}
