@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +14,7 @@ import typer
 from rich.console import Console
 
 from orchestrator import config, doctor, environments, plans, report, search, tracking
-from orchestrator.errors import ConfigError, OrchestratorError
+from orchestrator.errors import OrchestratorError
 
 app = typer.Typer(
     add_completion=False,
@@ -28,7 +30,6 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, any valu
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on stdout and nothing else")]
 
 people = Console(stderr=True, soft_wrap=True)
-tables = Console(soft_wrap=False)
 
 
 def _emit(document: dict[str, Any]) -> None:
@@ -54,7 +55,10 @@ def tune(
     search.check(experiment)
     if dry_run:
         plan = plans.dry_run(experiment)
-        _emit(plan.document()) if as_json else plans.show(plan, tables)
+        if as_json:
+            _emit(plan.document())
+        else:
+            print("\n".join(plan.lines()))
         for warning in plan.warnings:
             _say(f"warning: {warning}")
         return
@@ -64,22 +68,21 @@ def tune(
 
     if address is None:
         ray_tune.check_local_placement(experiment.placement)
-    plans.check_programs(experiment)
+    plans.check_startable(experiment)
     with progress.shown(people) as on_event, campaign.opened(experiment, resume=resume, on_event=on_event) as running:
         _say(
-            f"{experiment.name}: {len(running.planned)} trials planned, {running.reused} already finished, "
+            f"{experiment.name}: {len(running.launches)} trials planned, {len(running.results)} already finished, "
             f"{len(running.skipped)} skipped; folder {running.folder}"
         )
-        with ray_tune.connected(address):
-            ray_tune.nodes_that_fit(experiment.placement)
-            ray_tune.run_trials(running)
-        selection = running.finish()
-    results = search.with_campaign_metrics(running.ordered_results(), experiment)
-    recorded = tracking.last_campaign(experiment)
-    document = report.document(experiment, recorded, selection.best)
-    _emit(document) if as_json else report.show_campaign(tables, experiment, results, selection)
+        if running.wants_more():
+            with ray_tune.connected(address):
+                ray_tune.run_trials(running)
+        recorded, selection = running.finish()
+    for warning in running.warnings:
+        _say(f"warning: {warning}")
     for name, why in running.skipped:
         _say(f"skipped {name}: {why}")
+    _show_results(experiment, recorded, selection, as_json)
     if running.interrupted:
         _say(f"interrupted ({running.interrupted}); finish it with: python -m orchestrator tune {conf} --resume")
         raise typer.Exit(130)
@@ -92,22 +95,144 @@ def tune(
         _next_commands(conf)
 
 
+def _show_results(
+    experiment: config.Experiment, recorded: list[tracking.Recorded], selection: search.Selection, as_json: bool
+) -> None:
+    if as_json:
+        _emit(report.document(experiment, recorded, selection.best))
+        return
+    tables = report.people_console(sys.stdout)
+    tables.print(report.campaign_table(experiment, recorded, selection.best))
+    for sentence in (f"best: {selection.reason}" if selection.best else selection.reason, *selection.notes):
+        tables.print(sentence, markup=False, soft_wrap=True)
+
+
+@app.command()
+def results(
+    conf: Conf,
+    overrides: Overrides = None,
+    *,
+    every: Annotated[bool, typer.Option("--all", help="the trials of every campaign, not only of the last")] = False,
+    reference: Annotated[bool, typer.Option("--reference", help="the published numbers beside ours")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show the table of the last campaign, the best marked."""
+    experiment = config.load(conf, overrides)
+    search.check(experiment)
+    found = tracking.last_campaign(experiment, all=every)
+    concluded = search.with_campaign_metrics([r.result for r in found], experiment)
+    recorded = [replace(r, result=result) for r, result in zip(found, concluded, strict=True)]
+    selection = search.select(experiment, concluded)
+    if not recorded:
+        _say(f"no results of {experiment.name} yet in {experiment.tracking_uri}")
+        raise typer.Exit(1)
+    _show_results(experiment, recorded, selection, as_json)
+    if reference and not as_json:
+        report.people_console(sys.stdout).print(report.reference_table(experiment, recorded))
+    if selection.best is None:
+        raise typer.Exit(1)
+
+
+@app.command()
+def compare(
+    first: Annotated[str, typer.Argument(metavar="A", help="an MLflow run id")],
+    second: Annotated[str, typer.Argument(metavar="B", help="another")],
+    *,
+    uri: Annotated[str, typer.Option(help="the MLflow store that holds both")] = "sqlite:///mlruns/mlflow.db",
+    as_json: Json = False,
+) -> None:
+    """Two runs side by side: what differs, and which differences are real."""
+    comparison = report.compare(tracking.load_run(uri, first), tracking.load_run(uri, second))
+    if as_json:
+        _emit(comparison.document())
+    else:
+        report.people_console(sys.stdout).print(comparison.table())
+
+
+@app.command()
+def bench(
+    conf: Conf,
+    overrides: Overrides = None,
+    *,
+    base_url: Annotated[str, typer.Option(help="the server, with or without /v1")],
+    api_key_env: Annotated[str | None, typer.Option(help="the variable that holds its key")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure a server that already runs, exactly as a trial would."""
+    from orchestrator import bench as benching
+
+    benched = benching.bench(config.load(conf, overrides), base_url, os.environ.get(api_key_env or ""))
+    if as_json:
+        _emit(benched.document())
+    else:
+        report.people_console(sys.stdout).print(benched.table())
+    if not benched.is_valid:
+        raise typer.Exit(1)
+
+
+@app.command(name="doctor")
+def examine(conf: Conf, overrides: Overrides = None, *, as_json: Json = False) -> None:
+    """Say what would stop this experiment on this machine."""
+    checks = doctor.examine(config.load(conf, overrides))
+    if as_json:
+        _emit(doctor.document(checks))
+    else:
+        words = {True: "ok", False: "FAILS", None: "note"}
+        report.people_console(sys.stdout).print(
+            report.plain_table(["check", "", "detail"], [[c.name, words[c.ok], c.detail] for c in checks])
+        )
+    if any(check.ok is False for check in checks):
+        raise typer.Exit(3)
+
+
+@app.command()
+def ui(
+    conf: Annotated[Path | None, typer.Argument(help="an experiment file; without one, the default store")] = None,
+    *,
+    port: Annotated[int, typer.Option(help="loopback port")] = 5000,
+) -> None:
+    """Open MLflow's UI on the right store, on loopback, until Ctrl-C."""
+    experiment = config.load(conf) if conf else config.Experiment(name="default")
+    command = tracking.ui_command(experiment, port)
+    _say(f"http://127.0.0.1:{port} (Ctrl-C ends it)\n{shlex.join(command)}")
+    os.execvp(command[0], command)
+
+
+@engine_app.command()
+def install(name: Annotated[str, typer.Argument(help="a file in conf/engine/environments")]) -> None:
+    """Make an engine's own environment under .engines/NAME; does nothing when it is up to date."""
+    _say(f"installed: {environments.install(name, Path.cwd(), _say)}")
+
+
+@engine_app.command(name="list")
+def list_engines(*, as_json: Json = False) -> None:
+    """The engine environments of this folder and their versions."""
+    found = environments.listed(Path.cwd())
+    if as_json:
+        _emit({"environments": [asdict(info) for info in found]})
+        return
+    rows = [[info.name, info.state, info.engine_version or "", info.python or ""] for info in found]
+    report.people_console(sys.stdout).print(report.plain_table(["name", "state", "version", "python"], rows))
+
+
 def _next_commands(conf: Path) -> None:
+    tables = report.people_console(sys.stdout)
     tables.print("Next:", markup=False)
     for verb, what in (
         (f"results {conf}", "this table again"),
         (f"ui {conf}", "every run, metric, figure and engine log in MLflow"),
         (f"promote {conf}", "serve the best configuration"),
     ):
-        tables.print(f"  python -m orchestrator {verb:<32} # {what}", markup=False, highlight=False)
+        tables.print(f"  python -m orchestrator {verb:<34} # {what}", markup=False, highlight=False)
 
 
 def main() -> int:
     """Run the command line. Returns the exit code of design.md section 3."""
     try:
-        app(standalone_mode=False)
-    except typer.Exit as end:
-        return int(end.exit_code)
+        code = app(standalone_mode=False)
+    except typer.TyperException as error:
+        _say(f"error: {getattr(error, 'format_message', error.__str__)()}")
+        return 2
     except (typer.Abort, KeyboardInterrupt):
         _say("interrupted")
         return 130
@@ -118,7 +243,7 @@ def main() -> int:
         # The reader of our output went away (`| head`); nothing is left to tell it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    return 0
+    return code if isinstance(code, int) else 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +23,7 @@ from orchestrator import claims, environments, search, trial
 from orchestrator.config import Experiment, TrialSpec, to_yaml
 from orchestrator.engines.base import TrialStatus
 from orchestrator.errors import ConfigError, MachineError, TrackingError
-from orchestrator.tracking import Tracker
+from orchestrator.tracking import Recorded, Tracker, last_campaign
 from orchestrator.trial import TrialResult
 
 MAX_ATTEMPTS = 3
@@ -32,10 +32,16 @@ ALIKE_FAILURES_THAT_STOP = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One start of one point. attempt counts retries after infrastructure faults, from 1."""
+    """One start of one point. launch counts the starts that count (confirmations), attempt the retries; from 1."""
 
     spec: TrialSpec
+    launch: int = 1
     attempt: int = 1
+
+    @property
+    def id(self) -> str:
+        """Names the launch on disk: the point's key, with the launch's number from the second on."""
+        return self.spec.key if self.launch == 1 else f"{self.spec.key}-{self.launch}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,24 +63,45 @@ class Campaign:
     experiment: Experiment
     folder: Path
     tracker: Tracker
-    planned: list[TrialSpec]
+    resume: bool
     skipped: list[tuple[str, str]]
     on_event: Callable[[Event], None]
+    launches: list[Launch] = field(default_factory=list)
     results: dict[str, TrialResult] = field(default_factory=dict)
-    reused: int = 0
     interrupted: str | None = None
     stopped: str | None = None
+    warnings: list[str] = field(default_factory=list)
+    _confirming: bool = False
+    _closed: bool = False
     _queue: deque[Launch] = field(default_factory=deque)
     _running: dict[str, Launch] = field(default_factory=dict)
+    _run_ids: dict[str, str] = field(default_factory=dict)
     _unrecorded: list[TrialResult] = field(default_factory=list)
     _alike: list[str] = field(default_factory=list)
     _started_s: float = field(default_factory=time.monotonic)
 
     def wants_more(self) -> bool:
+        """Whether anything is left to start; when all points are done, the finalists are queued once more."""
+        if not self._queue and not self._confirming:
+            self._confirming = True
+            selection = search.select(self.experiment, self.ordered_results())
+            self.enqueue(search.confirmations(self.experiment, selection))
         return bool(self._queue) and not self.interrupted and not self.stopped
 
+    def enqueue(self, specs: Iterable[TrialSpec]) -> None:
+        """Queue one launch of each, after reading back those that an earlier driver finished."""
+        for spec in specs:
+            number = 1 + sum(launch.spec.key == spec.key for launch in self.launches)
+            launch = Launch(spec=spec, launch=number)
+            self.launches.append(launch)
+            result = _finished(self.workdir(launch)) if self.resume else None
+            if result is None:
+                self._queue.append(launch)
+            else:
+                self.results[launch.id] = replace(result, spec=spec)
+
     def workdir(self, launch: Launch) -> Path:
-        return self.folder / "trials" / launch.spec.key
+        return self.folder / "trials" / launch.id
 
     def next_launch(self) -> Launch | None:
         """The next start, after points that are proven hopeless or out of budget were moved to `skipped`."""
@@ -122,7 +149,7 @@ class Campaign:
         self._break_circuit(result)
         if retry and not self.stopped:
             self._queue.append(replace(launch, attempt=launch.attempt + 1))
-        self.results[launch.spec.key] = result
+        self.results[launch.id] = result
         if not (self.workdir(launch) / "result.json").exists():
             self.workdir(launch).mkdir(parents=True, exist_ok=True)
             trial.write_result(result, self.workdir(launch))
@@ -146,7 +173,7 @@ class Campaign:
 
     def _record(self, result: TrialResult) -> None:
         try:
-            self.tracker.record(result)
+            self._run_ids[result.spec.name] = self.tracker.record(result)
         except TrackingError:
             self._unrecorded.append(result)
 
@@ -156,26 +183,42 @@ class Campaign:
         with contextlib.suppress(TrackingError):
             yield
 
-    def finish(self) -> search.Selection:
-        """The choice and the closed record. Raises TrackingError when results could not be recorded."""
+    def finish(self) -> tuple[list[Recorded], search.Selection]:
+        """Close the record; the results with campaign-wide numbers, and the choice among them.
+
+        A store that is down costs only the run ids: the results are on disk, and `--resume` records them.
+        """
         results = search.with_campaign_metrics(self.ordered_results(), self.experiment)
         selection = search.select(self.experiment, results)
-        unrecorded, self._unrecorded = self._unrecorded, []
-        for result in unrecorded:
-            self.tracker.record(result)
-        status = "KILLED" if self.interrupted else "FINISHED"
-        self.tracker.end_campaign(status, results, selection.best)
-        return selection
+        try:
+            unrecorded, self._unrecorded = self._unrecorded, []
+            for result in unrecorded:
+                self._run_ids[result.spec.name] = self.tracker.record(result)
+        except TrackingError as error:
+            self.warnings.append(f"{error}; nothing is lost, record it later with --resume")
+        self.close("KILLED" if self.interrupted else "FINISHED", results, selection.best)
+        return [Recorded(result=r, run_id=self._run_ids.get(r.spec.name)) for r in results], selection
+
+    def close(self, status: str, results: Sequence[TrialResult] = (), best: TrialResult | None = None) -> None:
+        """End the campaign's record, once; whatever run is still open ends with it."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.tracker.end_campaign(status, results, best)
+        except TrackingError as error:
+            self.warnings.append(f"{error}; the runs are closed by the next campaign")
 
     def ordered_results(self) -> list[TrialResult]:
-        return [self.results[spec.key] for spec in self.planned if spec.key in self.results]
+        """Results in the order in which their launches were planned."""
+        return [self.results[launch.id] for launch in self.launches if launch.id in self.results]
 
     def _tell(self, launch: Launch, phase: str | None, result: TrialResult | None = None) -> None:
-        keys = [spec.key for spec in self.planned]
+        ids = [known.id for known in self.launches]
         self.on_event(
             Event(
-                number=keys.index(launch.spec.key) + 1,
-                total=len(keys),
+                number=ids.index(launch.id) + 1,
+                total=len(ids),
                 name=launch.spec.name + (f" (attempt {launch.attempt})" if launch.attempt > 1 else ""),
                 phase=phase,
                 status=result.status.value if result else None,
@@ -215,48 +258,45 @@ def opened(
 ) -> Iterator[Campaign]:
     """A campaign that nobody else runs: folder locked, earlier results read with `resume`, MLflow runs opened."""
     home = home_of(experiment)
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MachineError(f"{home}: results cannot be written here: {error.strerror}") from None
+    _make(home)
     with _owned(home):
         planned, skipped = keyed_points(experiment)
         earlier = _campaign_folders(home)
         folder = earlier[-1] if resume and earlier else home / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-        results = _finished(folder, planned) if resume else {}
         tracker = Tracker(experiment)
         tracker.close_dead_runs(psutil.pid_exists)
-        (folder / "trials").mkdir(parents=True, exist_ok=True)
+        _make(folder / "trials")
         campaign = Campaign(
-            experiment=experiment,
-            folder=folder,
-            tracker=tracker,
-            planned=planned,
-            skipped=skipped,
-            on_event=on_event,
-            results=results,
-            reused=len(results),
+            experiment=experiment, folder=folder, tracker=tracker, resume=resume, skipped=skipped, on_event=on_event
         )
-        campaign._queue.extend(Launch(spec=spec) for spec in planned if spec.key not in results)
+        campaign.enqueue(search.in_order(experiment, planned))
         tracker.start_campaign(to_yaml(experiment), {"folder": str(folder)})
-        for result in results.values():
-            campaign._record(result)
-        yield campaign
+        tracker.replay([folder / "trials" / launch_id for launch_id in campaign.results])
+        campaign._run_ids.update({r.result.spec.name: r.run_id for r in last_campaign(experiment) if r.run_id})
+        try:
+            yield campaign
+        finally:
+            campaign.close("KILLED")
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MachineError(f"{folder}: results cannot be written here: {error.strerror}") from None
 
 
 def _campaign_folders(home: Path) -> list[Path]:
     return sorted(path.parent for path in home.glob("*/trials") if path.is_dir())
 
 
-def _finished(folder: Path, planned: list[TrialSpec]) -> dict[str, TrialResult]:
-    """Results of an earlier run that still answer a planned point; a torn file counts as not finished."""
-    found: dict[str, TrialResult] = {}
-    for spec in planned:
-        with contextlib.suppress(OSError, ValueError):
-            result = trial.from_json((folder / "trials" / spec.key / "result.json").read_bytes())
-            if result.status is not TrialStatus.INFRASTRUCTURE:
-                found[spec.key] = replace(result, spec=spec)
-    return found
+def _finished(workdir: Path) -> TrialResult | None:
+    """The result of a launch that ended; None for one that must run (again). A torn file counts as not finished."""
+    try:
+        result = trial.from_json((workdir / "result.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return None if result.status is TrialStatus.INFRASTRUCTURE else result
 
 
 @contextlib.contextmanager

@@ -161,7 +161,12 @@ class Objective:
     mode: Mode = "max"
     constraints: list[str] = field(default_factory=list)
     tie: float | None = None
-    prefer: dict[str, Mode] = field(default_factory=dict)
+    # Values are max or min (OmegaConf cannot check a Literal inside a mapping).
+    prefer: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key, mode in self.prefer.items():
+            _require(mode in ("max", "min"), f"objective.prefer.{key}", mode, "max or min")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from ray.tune.search import Searcher
 
 from orchestrator import environments, host, search, trial
 from orchestrator.campaign import Campaign, Launch
-from orchestrator.config import Placement, TrialSpec
+from orchestrator.config import Objective, Placement, TrialSpec
 from orchestrator.engines.base import TrialStatus
 from orchestrator.errors import MachineError
 from orchestrator.metrics import Measurement
@@ -76,7 +77,7 @@ def check_local_placement(placement: Placement) -> None:
 
 def nodes_that_fit(placement: Placement) -> list[str]:
     """The node resources (`node:ADDRESS`) of the nodes that can hold one trial. Raises MachineError when none can."""
-    alive = [node for node in ray.nodes() if node["Alive"]]
+    alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     fitting = [node for node in alive if _fits(node, placement)]
     if not fitting:
         shapes = "; ".join(
@@ -145,32 +146,45 @@ def _bundle(placement: Placement, node: str) -> tune.PlacementGroupFactory:
     return tune.PlacementGroupFactory([{k: v for k, v in bundle.items() if v}], strategy="STRICT_PACK")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Task:
+    """What the process of a trial is handed. incumbent: the best when it starts, None without stop_early."""
+
+    spec: TrialSpec
+    workdir: Path
+    objective: Objective
+    incumbent: TrialResult | None
+    driver_host: str
+
+
 def _trainable(config: dict[str, Any]) -> None:
     """Runs on the node of the trial, in a process of its own."""
-    spec: TrialSpec = config["spec"]
-    workdir = Path(config["workdir"])
+    task: _Task = config["task"]
     reported: list[str] = []
+    earlier: dict[str, Measurement] = {}
 
-    def on_progress(phase: str, done: int, total: int) -> None:
+    def on_progress(phase: str, _done: int, _total: int) -> None:
         # A report costs milliseconds, so only a change of phase is told, never a request.
         if reported[-1:] != [phase]:
             reported.append(phase)
             tune.report({"phase": phase})
 
     def on_measurement(workload: str, so_far: Measurement) -> bool:
-        return not search.clearly_worse(campaign_objective, workload, so_far, config["incumbent"])
+        others = {name: measurement for name, measurement in earlier.items() if name != workload}
+        earlier[workload] = so_far
+        return not search.clearly_worse(
+            task.objective, workload, so_far, task.incumbent, spec=task.spec, earlier=others
+        )
 
-    campaign_objective = config["objective"]
-    gpu_ids = tuple(str(gpu) for gpu in ray.get_gpu_ids())
     result = trial.run(
-        spec,
-        workdir,
-        gpu_ids=gpu_ids,
-        engine_version=environments.engine_version(spec.engine),
+        task.spec,
+        task.workdir,
+        gpu_ids=tuple(str(gpu) for gpu in ray.get_gpu_ids()),
+        engine_version=environments.engine_version(task.spec.engine),
         on_progress=on_progress,
-        on_measurement=on_measurement if config["stop_early"] else lambda _name, _so_far: True,
+        on_measurement=on_measurement,
     )
-    files = {} if config["driver_host"] == socket.gethostname() else _files(workdir)
+    files = {} if task.driver_host == socket.gethostname() else _files(task.workdir)
     tune.report({"document": trial.to_json(result), "files": files})
 
 
@@ -187,12 +201,12 @@ class _Feed(Searcher):
     """Hands Tune the campaign's next launch and takes back what came of it."""
 
     def __init__(self, campaign: Campaign, nodes: list[str]) -> None:
-        super().__init__(metric="_", mode="max")
+        super().__init__()
         self._campaign = campaign
         self._free_nodes = list(nodes)
         self._launches: dict[str, tuple[Launch, str]] = {}
 
-    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
+    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # type: ignore[override]
         if not self._free_nodes and self._launches:
             return None
         launch = self._campaign.next_launch()
@@ -202,22 +216,24 @@ class _Feed(Searcher):
         self._launches[trial_id] = (launch, node)
         self._campaign.started(trial_id, launch)
         experiment = self._campaign.experiment
-        return {
-            "spec": launch.spec,
-            "workdir": str(self._campaign.workdir(launch)),
-            "node": node,
-            "incumbent": self._campaign.incumbent(),
-            "objective": experiment.objective,
-            "stop_early": experiment.search.stop_early,
-            "driver_host": socket.gethostname(),
-        }
+        task = _Task(
+            spec=launch.spec,
+            workdir=self._campaign.workdir(launch),
+            objective=experiment.objective,
+            incumbent=self._campaign.incumbent() if experiment.search.stop_early else None,
+            driver_host=socket.gethostname(),
+        )
+        return {"task": task, "node": node}
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         launch, node = self._launches.pop(trial_id)
         self._free_nodes.append(node)
         self._campaign.ended(launch, _result_of(launch, result, self._campaign.workdir(launch)))
 
-    # The campaign's own folder is the memory of what was tried; Tune's copy of a searcher's state is not used.
+    # The campaign's own folder is the memory of what was tried; Tune's copies of a searcher's state are not used.
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
     def save(self, checkpoint_path: str) -> None:
         Path(checkpoint_path).touch()
 
@@ -246,6 +262,9 @@ class _Listen(tune.Callback):
 
     def __init__(self, campaign: Campaign) -> None:
         self._campaign = campaign
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
 
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
