@@ -96,17 +96,11 @@ def rejoined_lines(log_text: str) -> list[Line]:
     piece = 0
     for raw in raws:
         plain = _line(0, raw)
-        full, nearly_full = piece == width, width - _LONGEST_WORD <= piece < width
-        if (
-            joined
-            and plain.text == raw
-            and raw
-            and not raw[0].isspace()
-            and TRACEBACK not in raw
-            and (full or nearly_full)
-        ):
-            joined[-1] += raw if full or joined[-1].endswith(" ") else f" {raw}"
-        elif joined and full and plain.process and joined[-1].startswith(f"({plain.process})"):
+        hard, soft = piece == width, width - _LONGEST_WORD <= piece < width and not raw[:1].isspace()
+        open_end = bool(joined and raw) and TRACEBACK not in raw and len(joined[-1]) < _LONGEST_LINE
+        if open_end and plain.text == raw and (hard or soft):
+            joined[-1] += raw if hard or joined[-1].endswith(" ") else f" {raw}"
+        elif open_end and hard and plain.process and joined[-1].startswith(f"({plain.process})"):
             joined[-1] += plain.text
         else:
             joined.append(raw)
@@ -184,8 +178,8 @@ def sentence_around(text: str, start: int, end: int) -> str:
 
 
 def flexible(pattern: str) -> re.Pattern[str]:
-    """A pattern in which every space stands for any white space, line breaks included."""
-    return re.compile(pattern.replace(" ", r"\s+"))
+    """A pattern in which every space stands for any white space, a line break, or none where a break took it."""
+    return re.compile(pattern.replace(" ", r"\s*"))
 
 
 def _raw_lines(log_text: str) -> list[str]:

@@ -122,7 +122,7 @@ RULES: tuple[Rule, ...] = (
         "kv_cache_too_small",
         r"at least one request with the model\S{0,3} max seq len \(<max_len_tokens>\), \(?<kv_needed_gib> GiB KV cache "
         r"is needed, which is larger than the available KV cache memory \(<kv_available_gib> GiB\)\.?"
-        r"(?:[^\n]{0,40}?\s*the estimated maximum model length is <max_len_estimate_tokens>)?",
+        r"(?:[\s\S]{0,60}?the estimated maximum model length is <max_len_estimate_tokens>)?",
     ),
     _rule(
         "kv_cache_too_small",
@@ -184,13 +184,13 @@ RULES: tuple[Rule, ...] = (
         lever="its program needs the metadata of {module}: start it as `python -m` with the module instead",
     ),
     _rule("module_mismatch", r"operator (?P<module>torchvision)::nms does not exist", weak=True),
-    _rule("module_mismatch", r"(?P<module>\S+): undefined symbol", weak=True),
+    _rule("module_mismatch", r"(?<!\S)(?P<module>\S{1,300}): undefined symbol", weak=True),
     _rule(
         "module_mismatch",
         r"cannot import name '\w+' from (?:partially initialized module )?'(?P<module>[\w.]+)'",
         weak=True,
     ),
-    _rule("module_mismatch", r"(?P<module>\S+\.so[\d.]*): cannot open shared object file", weak=True),
+    _rule("module_mismatch", r"(?<!\S)(?P<module>\S{1,300}\.so[\d.]*): cannot open shared object file", weak=True),
     _rule(
         "gpu_unavailable",
         r"No CUDA GPUs are available|Found no NVIDIA driver|Failed to infer device type|no CUDA-capable device"
