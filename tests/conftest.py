@@ -77,7 +77,7 @@ class FakeEngine:
 
 @pytest.fixture
 def fake_engine(tmp_path: Path) -> Iterator[Callable[..., FakeEngine]]:
-    """start(dialect="vllm", *flags, model="org/model", env=None, wait=True, **behaviour) -> FakeEngine.
+    """start(dialect="vllm", *flags, model="org/model", env=None, port=None, wait=True, **behaviour) -> FakeEngine.
 
     Keyword arguments that are not named here become keys of FAKE_ENGINE. With wait, returns once /health is 200; raises
     AssertionError with the log when the program ends first. Every process is gone when the test is over.
@@ -89,10 +89,11 @@ def fake_engine(tmp_path: Path) -> Iterator[Callable[..., FakeEngine]]:
         *flags: str,
         model: str = "org/model",
         env: dict[str, str] | None = None,
+        port: int | None = None,
         wait: bool = True,
         **behaviour: Any,
     ) -> FakeEngine:
-        port = _free_port()
+        port = port or _free_port()
         named = {"vllm": [model], "sglang": ["--model-path", model], "llamacpp": ["-m", model]}[dialect]
         log_path = tmp_path / f"fake_engine_{port}.log"
         environment = {**os.environ, **(env or {}), "FAKE_ENGINE": json.dumps({"load_s": 0.0, **behaviour})}

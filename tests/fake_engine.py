@@ -15,7 +15,7 @@ FAKE_ENGINE (JSON) changes what it does; FAKE_ENGINE_FILE names a file with the 
 Speed
   seed                 changes texts and noise (0)
   tokens_per_s         decode speed of one stream without speculation (200)
-  curve                {"k": decode tokens/s}: exact decode speed for these k; "0" is without speculation
+  curve                {"k": decode tokens/s}: exact decode speed for these numbers of proposals ("0": none)
   proposal_cost        a step with k proposals takes 1 + proposal_cost * k times as long (0.12: best k is 6)
   batch_cost           and 1 + batch_cost * (running - 1) times as long in a batch (0)
   acceptance           share of drafts whose token i is accepted: a list, or {"k": list} (DEFAULT_ACCEPTANCE)
@@ -50,7 +50,8 @@ Streams
                        two chunks), done_only, empty, cut (no [DONE]), reset (connection broken), http_400,
                        http_429, http_500
   faults_after         the first n requests are healthy (0)
-  usage                "normal", "none", "null_choices", "late" (after usage_delay_s, 0.5)
+  usage                "normal", "none", "null_choices", "late" (normal)
+  usage_delay_s        how late (0.5)
   continuous_usage     false: running usage is not given though it is asked for (true)
   early_role           the role-only event is sent before the prefill
   think_tokens         the first n tokens are reasoning (0), sent as
@@ -127,6 +128,9 @@ def main(argv: list[str]) -> int:
         behaviour, start = replace(behaviour, fail=log, fail_starts=0), 1
     if behaviour.fail and (not behaviour.fail_starts or start <= behaviour.fail_starts):
         return fail(launch, behaviour, behaviour.fail)
+    # Before the lock and the socket, so that the children hold neither.
+    if behaviour.children:
+        process.fork_children(behaviour.children)
     if behaviour.lock_cache and process.hold_cache(launch.dialect) is None:
         return fail(launch, behaviour, failures.CACHE_IN_USE)
     listener = bind(launch, behaviour)
@@ -135,8 +139,6 @@ def main(argv: list[str]) -> int:
         return 1
     if behaviour.shm_file:
         process.leave_file()
-    if behaviour.children:
-        process.fork_children(behaviour.children)
     # select() waits with microseconds where epoll rounds up to a millisecond.
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())) as runner:
         return runner.run(serve(launch, behaviour, listener))

@@ -1,19 +1,750 @@
-"""The stand-in must be true: its streams and pages have the recorded shapes, and its rates hold."""
+"""The stand-in must be true: its streams and pages have the recorded shapes, its rates hold, its faults are real."""
 
 from __future__ import annotations
 
+import asyncio
+import http.client
+import itertools
 import json
+import re
+import signal
+import socket
+import time
+import urllib.error
+import urllib.request
+from dataclasses import fields
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+from fake.behaviour import DEFAULT_ACCEPTANCE, Behaviour
+from fake.flags import parse
+from fake.model import Pace, PrefixCache
+from prometheus_client.parser import text_string_to_metric_families
+
+from orchestrator.config import EngineSpec
+from orchestrator.engines import ENGINES, TrialStatus
+
+RECORDED = Path(__file__).parent / "recorded"
+DSPARK_6 = ("--speculative-config", '{"method": "dspark", "num_speculative_tokens": 6}')
+DIALECTS = ("vllm", "sglang", "llamacpp")
+SPEC_FLAGS = {
+    "vllm": DSPARK_6,
+    "sglang": ("--enable-metrics", "--speculative-algorithm", "DSPARK", "--speculative-dspark-block-size", "6"),
+    "llamacpp": ("--metrics", "--spec-type", "draft-dspark", "--spec-draft-n-max", "6"),
+}
+
+
+def chat(engine, prompt: str = "Tell me about harbours.", tokens: int = 40, **more) -> dict:
+    return {
+        "model": engine.model,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **more,
+    }
+
+
+def ask(engine, body: dict, api_key: str | None = None) -> str:
+    return engine.post("/v1/chat/completions" if "messages" in body else "/v1/completions", body, api_key)
 
 
 def events(stream: str) -> list[dict]:
     return [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
 
 
-def test_vllm_stream_tells_its_usage(fake_engine):
-    engine = fake_engine("vllm", "--speculative-config", '{"method":"dspark","num_speculative_tokens":6}')
-    body = {"model": engine.model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 40}
-    got = events(
-        engine.post("/v1/chat/completions", {**body, "stream": True, "stream_options": {"include_usage": True}})
+def text_of(stream: str, field: str = "content") -> str:
+    deltas = [event["choices"][0].get("delta", {}) for event in events(stream) if event.get("choices")]
+    return "".join(delta.get(field) or "" for delta in deltas)
+
+
+def shape(value: object) -> object:
+    """The keys of a document, without its values."""
+    if isinstance(value, dict):
+        return {key: shape(inner) for key, inner in sorted(value.items())}
+    return [shape(inner) for inner in value] if isinstance(value, list) else None
+
+
+def counters(engine) -> dict[str, float]:
+    """Counter name -> sum over its labels; per-position counters as NAME[i]."""
+    sums: dict[str, float] = {}
+    for family in text_string_to_metric_families(engine.get("/metrics")):
+        for sample in family.samples:
+            position = sample.labels.get("position")
+            name = sample.name.partition(":")[2] or sample.name
+            name += f"[{position}]" if position else ""
+            sums[name] = sums.get(name, 0.0) + sample.value
+    return sums
+
+
+def test_every_key_is_documented():
+    program = (Path(__file__).parent / "fake_engine.py").read_text(encoding="utf-8").split('"""')[1]
+    documented = set(re.findall(r"^  ([a-z0-9_]+) +\S", program, re.M))
+    assert documented == {field.name for field in fields(Behaviour)}
+
+
+# --- shapes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+def test_vllm_chat_stream_has_the_recorded_shape(fake_engine, continuous):
+    engine = fake_engine("vllm", *DSPARK_6, eos_tokens=30)
+    options = {"include_usage": True, "continuous_usage_stats": continuous}
+    got = ask(engine, chat(engine, stream_options=options))
+    name = "vllm_cpu_sse_continuous_usage.txt" if continuous else "vllm_cpu_sse.txt"
+    want = events((RECORDED / name).read_text(encoding="utf-8"))
+    ours = events(got)
+    assert got.endswith("data: [DONE]\n\n")
+    for index in (0, 1, -2, -1):
+        recorded = shape(want[index])
+        if continuous and index != -1:
+            recorded["usage"].pop("completion_tokens_details")
+        assert shape(ours[index]) == recorded, index
+    assert ours[-1]["usage"]["completion_tokens"] == 30
+    if continuous:
+        running = [event["usage"]["completion_tokens"] for event in ours[:-1]]
+        assert running == sorted(running)
+        assert running[:2] == [0, 1]
+        assert running[-1] == 30
+
+
+def test_llama_chat_stream_has_the_recorded_shape(fake_engine):
+    engine = fake_engine("llamacpp", *SPEC_FLAGS["llamacpp"])
+    ours = events(ask(engine, chat(engine, tokens=12)))
+    want = events((RECORDED / "llama_sse_ngram.txt").read_text(encoding="utf-8"))
+    for index in (0, 1, -2, -1):
+        assert shape(ours[index]) == shape(want[index]), index
+    # llama.cpp writes every token as its own event, whatever was accepted.
+    assert len(ours) == 1 + 12 + 1 + 1
+    assert ours[-1]["timings"]["draft_n_accepted"] == counters(engine)["spec_decode_num_accepted_tokens_total"]
+
+
+def test_vllm_http_errors_are_the_recorded_ones(fake_engine):
+    engine = fake_engine("vllm", "--served-model-name", "smol", "--max-model-len", "2048")
+    recorded = json.loads((RECORDED / "vllm_cpu_http_errors.json").read_text(encoding="utf-8"))
+    wrong = {"unknown_model": {"model": "nope"}, "too_long": {"model": "smol", "max_tokens": 99999}}
+    for case, body in wrong.items():
+        with pytest.raises(urllib.error.HTTPError) as error:
+            ask(engine, {"messages": [], **body})
+        assert error.value.code == recorded[case]["status"]
+        assert json.loads(error.value.read()) == json.loads(recorded[case]["body"])
+
+
+def test_vllm_metrics_page_has_the_recorded_families(fake_engine):
+    engine = fake_engine("vllm", *DSPARK_6, "--served-model-name", 'org/a "model"')
+    got = {f.name: f for f in text_string_to_metric_families(engine.get("/metrics"))}
+    recorded = (RECORDED / "vllm026_h200_dsv4_metrics.txt").read_text(encoding="utf-8")
+    want = {f.name: f for f in text_string_to_metric_families(recorded)}
+    assert got.keys() == want.keys()
+    for name, family in want.items():
+        ours = [(s.name, sorted(s.labels)) for s in got[name].samples]
+        assert ours == [(s.name, sorted(s.labels)) for s in family.samples]
+    assert got["vllm:prompt_tokens"].samples[0].labels["model_name"] == 'org/a "model"'
+    assert got["process_start_time_seconds"].samples[0].value == pytest.approx(time.time(), abs=30)
+
+
+def test_llama_metrics_page_has_the_recorded_families(fake_engine):
+    engine = fake_engine("llamacpp", "--metrics", "--spec-type", "ngram-mod", "--spec-ngram-mod-n-max", "8")
+    want = (RECORDED / "llama_ngmod_metrics.txt").read_text(encoding="utf-8")
+    assert re.sub(r" [\d.e+-]+$", "", engine.get("/metrics"), flags=re.M) == re.sub(
+        r" [\d.e+-]+$", "", want, flags=re.M
     )
-    assert got[-1]["usage"]["completion_tokens"] == 40
-    assert "vllm:generation_tokens_total" in engine.get("/metrics")
+
+
+def test_metrics_must_be_asked_for(fake_engine):
+    for dialect, status in (("sglang", 404), ("llamacpp", 501)):
+        engine = fake_engine(dialect)
+        with pytest.raises(urllib.error.HTTPError) as error:
+            engine.get("/metrics")
+        assert error.value.code == status
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_start_prints_the_lines_that_are_parsed(fake_engine, dialect):
+    engine = fake_engine(dialect, *SPEC_FLAGS[dialect], draft_warnings=True)
+    lines = {
+        "vllm": [
+            "Model loading took 92.9 GiB",
+            "unexpected weight",
+            "GPU KV cache size: 1,320,868 tokens",
+            "startup complete",
+        ],
+        "sglang": [
+            "Load weight end",
+            "unexpected weight",
+            "#tokens: 3226426",
+            "max_total_num_tokens=",
+            "ready to roll",
+        ],
+        "llamacpp": ["load_model: loading model 'org/model'", "model loaded", f"listening on {engine.base_url}"],
+    }[dialect]
+    found = [engine.log.find(line) for line in lines]
+    assert -1 not in found
+    assert found == sorted(found)
+    if dialect == "vllm":
+        assert f"(APIServer pid={engine.pid})" in engine.log
+
+
+# --- truth -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_counters_tell_what_was_served(fake_engine, dialect):
+    engine = fake_engine(dialect, *SPEC_FLAGS[dialect])
+    usages = [events(ask(engine, chat(engine, f"{i} bottles", tokens=60)))[-1]["usage"] for i in range(3)]
+    prompt = sum(u["prompt_tokens"] for u in usages)
+    c = counters(engine)
+    if dialect == "sglang":
+        assert c["prompt_tokens_total"] == prompt
+        assert c["generation_tokens_total"] == 180
+        mean = sum(DEFAULT_ACCEPTANCE[:6]) + 1
+        assert 180 / c["spec_verify_calls_total"] == pytest.approx(mean, rel=0.1)
+        info = json.loads(engine.get("/server_info"))
+        assert info["internal_states"][0]["avg_spec_accept_length"] == pytest.approx(mean, rel=0.05)
+        return
+    if dialect == "vllm":
+        assert c["prompt_tokens_total"] == prompt
+        assert c["generation_tokens_total"] == 180
+        assert c["request_success_total"] == 3
+        assert c["time_to_first_token_seconds_count"] == 3
+    else:
+        assert c["prompt_tokens_total"] + c["prompt_tokens_cached_total"] == prompt
+        assert c["tokens_predicted_total"] == 180
+    drafts = c["spec_decode_num_drafts_total"]
+    assert c["spec_decode_num_draft_tokens_total"] == 6 * drafts
+    by_position = [c[f"spec_decode_num_accepted_tokens_per_pos_total[{i}]"] for i in range(6)]
+    assert sum(by_position) == c["spec_decode_num_accepted_tokens_total"]
+    assert [n / drafts for n in by_position] == pytest.approx(DEFAULT_ACCEPTANCE[:6], abs=0.08)
+
+
+def timed(engine, body: dict) -> tuple[list[float], dict, float]:
+    """Arrival of each text event, the usage, and when the request was sent."""
+    times, usage, sent = [], {}, time.monotonic()
+    request = urllib.request.Request(engine.base_url + "/v1/chat/completions", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        for line in answer:
+            if line.startswith(b"data: {") and b'"content":"' in line and b'"role":"assistant"' not in line:
+                times.append(time.monotonic())
+            if b'"usage":{' in line:
+                usage = json.loads(line[6:])["usage"]
+    return times, usage, sent
+
+
+def nearest(want: float, measure) -> float:
+    """The nearest of three measurements: a busy machine delays this process, never the engine's schedule."""
+    return min((measure() for _ in range(3)), key=lambda value: abs(value - want))
+
+
+@pytest.mark.parametrize(("k", "speed"), [(0, 100.0), (6, 287.8)])
+def test_decode_speed_is_the_one_that_was_set(fake_engine, k, speed):
+    flags = DSPARK_6 if k else ()
+    engine = fake_engine("vllm", *flags, tokens_per_s=100)
+
+    def measure() -> float:
+        times, usage, _ = timed(engine, chat(engine, tokens=100))
+        return (usage["completion_tokens"] - 1) / (times[-1] - times[0])
+
+    assert nearest(speed, measure) == pytest.approx(speed, rel=0.03)
+
+
+def test_curve_and_prefill_are_exact(fake_engine):
+    flags = (*DSPARK_6, "--no-enable-prefix-caching")
+    engine = fake_engine("vllm", *flags, curve={"6": 400}, ttft_s=0.1, prefill_tok_s=10_000)
+    runs = [timed(engine, chat(engine, "x" * 8000, tokens=200)) for _ in range(3)]
+    assert runs[0][1]["prompt_tokens"] == pytest.approx(2000, abs=20)
+    assert min(times[0] - sent for times, _, sent in runs) == pytest.approx(0.3, abs=0.02)
+    speeds = iter(199 / (times[-1] - times[0]) for times, _, _ in runs)
+    assert nearest(400, lambda: next(speeds)) == pytest.approx(400, rel=0.03)
+
+
+def test_speed_over_k_has_one_maximum_inside_the_range():
+    def speed(k: int) -> float:
+        config = ["--speculative-config", json.dumps({"method": "dspark", "num_speculative_tokens": k})] if k else []
+        launch = parse(["vllm", "m", *config], Behaviour())
+        return (1 + sum(launch.acceptance)) / Pace(launch, Behaviour()).step_s
+
+    speeds = {k: speed(k) for k in (0, 4, 5, 6, 7, 8, 10)}
+    assert max(speeds, key=speeds.__getitem__) == 6
+    rising, falling = [speeds[k] for k in (0, 4, 5, 6)], [speeds[k] for k in (6, 7, 8, 10)]
+    assert rising == sorted(rising)
+    assert falling == sorted(falling, reverse=True)
+
+
+def test_sixty_four_streams_keep_their_schedule(fake_engine):
+    engine = fake_engine("vllm", tokens_per_s=80)
+
+    async def one(session: aiohttp.ClientSession, number: int) -> float:
+        body = {"model": engine.model, "prompt": f"{number} streams", "max_tokens": 161, "stream": True}
+        times = []
+        async with session.post(engine.base_url + "/v1/completions", json=body) as answer:
+            async for data in answer.content.iter_any():
+                times += [time.monotonic()] * data.count(b'"text":"')
+        assert len(times) == 161
+        return (times[-1] - times[0]) / 160
+
+    async def load() -> list[float]:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            return await asyncio.gather(*(one(session, number) for number in range(64)))
+
+    tpots = asyncio.run(load())
+    assert sum(tpots) / len(tpots) == pytest.approx(1 / 80, rel=0.02)
+    assert max(tpots) < 1.05 / 80
+
+
+def test_a_batch_may_be_slower_and_a_full_one_queues(fake_engine):
+    engine = fake_engine("vllm", "--max-num-seqs", "2", tokens_per_s=200, batch_cost=0.5, ttft_s=0)
+
+    async def wall(streams: int) -> float:
+        async with aiohttp.ClientSession() as session:
+
+            async def one(number: int) -> None:
+                body = {"model": engine.model, "prompt": f"{streams} {number}", "max_tokens": 41}
+                async with session.post(engine.base_url + "/v1/completions", json=body) as answer:
+                    assert answer.status == 200
+
+            begun = time.monotonic()
+            await asyncio.gather(*(one(number) for number in range(streams)))
+            return time.monotonic() - begun
+
+    for streams, want in ((1, 0.2), (2, 0.3), (4, 0.6)):
+        assert nearest(want, lambda n=streams: asyncio.run(wall(n))) == pytest.approx(want, abs=0.05)
+
+
+OFF = {"vllm": "--no-enable-prefix-caching", "sglang": "--disable-radix-cache", "llamacpp": "--no-cache-prompt"}
+HITS = {"vllm": "prefix_cache_hits_total", "sglang": "cached_tokens_total", "llamacpp": "prompt_tokens_cached_total"}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_prompt_seen_before_is_answered_fast_and_counted(fake_engine, dialect):
+    metrics = {"vllm": (), "sglang": ("--enable-metrics",), "llamacpp": ("--metrics",)}[dialect]
+    for flags, hit in ((metrics, True), ((*metrics, OFF[dialect]), False)):
+        engine = fake_engine(dialect, *flags, ttft_s=0.01, prefill_tok_s=4000)
+        waits = []
+        for _ in range(2):
+            times, _, sent = timed(engine, chat(engine, "word " * 800, tokens=2))
+            waits.append(times[0] - sent)
+        assert waits[0] > 0.2
+        assert (waits[1] < 0.1) is hit
+        assert (counters(engine)[HITS[dialect]] > 900) is hit
+
+
+def test_only_leading_whole_blocks_hit():
+    cache = PrefixCache(block_size=16)
+    prompt = list(range(64))
+    assert cache.match_and_store(prompt) == 0
+    assert cache.match_and_store(prompt) == 48
+    assert cache.match_and_store([999, *prompt]) == 0
+    assert cache.match_and_store(prompt[:40] + [7] * 24) == 32
+
+
+def test_the_text_depends_on_the_prompt_only_and_does_not_loop(fake_engine):
+    plain, spec = fake_engine("vllm", tokens_per_s=2000), fake_engine("vllm", *DSPARK_6)
+    body = chat(plain, tokens=400)
+    first, second = text_of(ask(plain, body)), text_of(ask(spec, body))
+    assert first == second
+    words = first.split()
+    assert len(set(words)) / len(words) > 0.3
+    assert text_of(ask(plain, chat(plain, "Something else", tokens=400))) != first
+
+
+# --- keys, flags and starts ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_the_key_is_asked_for(fake_engine, dialect):
+    variable = {"vllm": "VLLM_API_KEY", "llamacpp": "LLAMA_API_KEY"}.get(dialect)
+    flags = () if variable else ("--api-key", "secret")
+    engine = fake_engine(dialect, *flags, env={variable: "secret"} if variable else {})
+    body = chat(engine, tokens=2)
+    for key in (None, "wrong"):
+        with pytest.raises(urllib.error.HTTPError) as error:
+            ask(engine, body, key)
+        assert error.value.code == 401
+    assert events(ask(engine, body, "secret"))[-1]["usage"]["completion_tokens"] == 2
+    assert "secret" not in engine.log
+
+
+def ended(engine, timeout: float = 20.0) -> int:
+    return engine.process.wait(timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "flags", "behaviour", "code", "line"),
+    [
+        ("vllm", ("--no-such-flag",), {}, 2, "error: unrecognized arguments: --no-such-flag"),
+        ("sglang", ("--frobnicate",), {"refuse_flags": ["--frobnicate"]}, 2, "unrecognized arguments"),
+        ("llamacpp", ("--draft-max", "4"), {}, 1, "invalid argument: --draft-max"),
+        ("llamacpp", ("--spec-type", "nosuch"), {}, 1, "unknown speculative type: nosuch"),
+        ("vllm", ("-sc", '{"method":"ngram","num_speculative_tokens":0}'), {}, 1, "Input should be greater than 0"),
+        (
+            "vllm",
+            ("-sc", '{"method":"dspark","num_speculative_tokens":4}'),
+            {"refuse_k": [4]},
+            1,
+            "dspark_block_size (5); got 4",
+        ),
+        ("vllm", (), {"fail": "vllm_cpu_fail_maxlen_over_kv.log", "fail_code": 3}, 3, "KV cache"),
+        ("vllm", ("--max-model-len", "9"), {"fail_when": {"--max-model-len=9": "cannot\n"}}, 1, "cannot"),
+        (
+            "sglang",
+            ("--speculative-algorithm", "DSPARK", "--speculative-num-draft-tokens", "5"),
+            {},
+            1,
+            "equal gamma + 1",
+        ),
+    ],
+)
+def test_starts_that_fail(fake_engine, dialect, flags, behaviour, code, line):
+    engine = fake_engine(dialect, *flags, wait=False, **behaviour)
+    assert ended(engine) == code
+    assert line in engine.log
+
+
+@pytest.mark.parametrize(
+    ("dialect", "line"), [("vllm", "Address already in use"), ("sglang", "Errno 98"), ("llamacpp", "bind")]
+)
+def test_a_port_that_is_taken(fake_engine, dialect, line):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        engine = fake_engine(dialect, "--port", str(other.getsockname()[1]), wait=False)
+        assert ended(engine) == 1
+    assert line in engine.log
+
+
+def test_only_the_first_starts_fail(fake_engine, tmp_path):
+    record = str(tmp_path / "starts.jsonl")
+    wish = {"record": record, "record_env": ["SEEN"], "fail": "vllm_cpu_fail_port_in_use.log", "fail_starts": 1}
+    assert ended(fake_engine("vllm", wait=False, env={"SEEN": "yes"}, **wish)) == 1
+    engine = fake_engine("vllm", env={"SEEN": "yes"}, **wish)
+    starts = [json.loads(line) for line in Path(record).read_text(encoding="utf-8").splitlines()]
+    assert len(starts) == 2
+    assert starts[1]["pid"] == engine.pid
+    assert starts[1]["env"] == {"SEEN": "yes"}
+    assert starts[1]["argv"][:2] == ["vllm", "org/model"]
+
+
+def status(engine, path: str) -> int | None:
+    try:
+        engine.get(path)
+        return 200
+    except urllib.error.HTTPError as error:
+        return error.code
+    except (urllib.error.URLError, ConnectionError):
+        return None
+
+
+def until(condition, timeout: float = 15.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true in time"
+        time.sleep(0.05)
+
+
+def test_models_come_before_health_and_completions_last(fake_engine):
+    engine = fake_engine("vllm", wait=False, models_early=True, load_s=1.0, health_late_s=0.3, completion_500_s=1.0)
+    until(lambda: status(engine, "/v1/models") == 200)
+    assert status(engine, "/health") == 503
+    until(lambda: status(engine, "/health") == 200)
+    with pytest.raises(urllib.error.HTTPError) as error:
+        ask(engine, chat(engine))
+    assert error.value.code == 500
+    time.sleep(1.0)
+    assert events(ask(engine, chat(engine)))[-1]["usage"]["completion_tokens"] == 40
+
+
+def test_a_silent_load_prints_nothing_for_a_while(fake_engine):
+    engine = fake_engine("vllm", wait=False, silent_load_s=30)
+    until(lambda: "GPU KV cache" in engine.log or engine.log.count("\n") > 30)
+    size = len(engine.log)
+    time.sleep(0.5)
+    assert len(engine.log) == size
+    assert status(engine, "/health") is None
+    engine.process.terminate()
+    assert ended(engine, 5) == 0
+
+
+def test_one_cache_folder_serves_one_engine(fake_engine, tmp_path):
+    env = {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    first = fake_engine("vllm", env=env, lock_cache=True)
+    second = fake_engine("vllm", env=env, lock_cache=True, wait=False)
+    assert ended(second) == 1
+    assert "UnpicklingError" in second.log
+    first.process.terminate()
+    assert ended(first) == 0
+    fake_engine("vllm", env=env, lock_cache=True)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_the_engine_modules_cannot_tell_the_difference(fake_engine, engine_command, free_port, dialect, tmp_path):
+    args = {
+        "vllm": {"speculative-config": {"method": "dspark", "num_speculative_tokens": 6}, "enforce-eager": True},
+        "sglang": {"speculative-algorithm": "DSPARK", "speculative-dspark-block-size": 6},
+        "llamacpp": {"spec-type": "draft-dspark", "spec-draft-n-max": 6},
+    }[dialect]
+    spec = EngineSpec(kind=dialect, model="org/model", command=engine_command(dialect), args=args)
+    module = ENGINES[dialect]
+    port = free_port()
+    plan = module.plan(spec, port, tmp_path)
+    assert plan.argv[:3] == tuple(engine_command(dialect))
+    launch = parse(list(plan.argv[2:]), Behaviour())
+    assert (launch.model_id, launch.port, launch.proposals) == (plan.model_name, port, plan.proposals)
+    engine = fake_engine(dialect, *plan.argv[plan.argv.index("--host") :], port=port)
+    ask(engine, chat(engine, tokens=60))
+    info = engine.get(module.server_info_path) if module.server_info_path else "null"
+    stats = module.stats(engine.get("/metrics"), json.loads(info))
+    assert stats.generation_tokens == 60
+    assert stats.drafts > 5
+    assert module.diagnose(engine.log, None).status == TrialStatus.COMPLETE
+
+
+# --- streams that are wrong ------------------------------------------------------------------------------------------
+
+
+def test_faults_of_a_stream(fake_engine):
+    def broken(**faults: int) -> str:
+        return ask(engine := fake_engine("vllm", faults=faults), chat(engine))
+
+    stream = broken(error_object=1)
+    assert "error" in events(stream)[-1]
+    assert len([e for e in events(stream) if "error" not in e]) == 3
+    assert stream.endswith("data: [DONE]\n\n")
+    assert "event: error\ndata: {" in broken(error_event=1)
+    assert broken(done_only=1) == "data: [DONE]\n\n"
+    assert broken(empty=1) == ""
+    cut = broken(cut=1)
+    assert "[DONE]" not in cut
+    assert len(events(cut)) == 3
+    with pytest.raises((ConnectionError, http.client.IncompleteRead)):
+        broken(reset=1)
+    with pytest.raises(urllib.error.HTTPError):
+        broken(http_400=1)
+
+
+def test_every_nth_and_all_but_every_nth(fake_engine):
+    def failures(every: int, **more) -> list[int]:
+        engine = fake_engine("vllm", faults={"done_only": every}, tokens_per_s=2000, ttft_s=0, **more)
+        return [i for i in range(1, 7) if not events(ask(engine, chat(engine, tokens=3)))]
+
+    assert failures(3) == [3, 6]
+    assert failures(-3) == [1, 2, 4, 5]
+    assert failures(1, faults_after=4) == [5, 6]
+
+
+def test_usage_in_its_wrong_forms(fake_engine):
+    def usage_events(kind: str) -> list[dict]:
+        engine = fake_engine("vllm", usage=kind, usage_delay_s=0.2)
+        return [e for e in events(ask(engine, chat(engine))) if e.get("usage")]
+
+    assert usage_events("none") == []
+    assert [e["choices"] for e in usage_events("null_choices")] == [None]
+    begun = time.monotonic()
+    assert len(usage_events("late")) == 1
+    assert time.monotonic() - begun > 0.2 + 39 / 200
+
+
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content", "reasoning_details"])
+def test_reasoning_under_each_name(fake_engine, field):
+    engine = fake_engine("vllm", think_tokens=10, think_field=field, think_content="null")
+    got = events(ask(engine, chat(engine, tokens=15)))
+    thinking = [e["choices"][0]["delta"] for e in got if e["choices"] and field in e["choices"][0]["delta"]]
+    assert len(thinking) == 10
+    assert all(delta["content"] is None for delta in thinking)
+
+
+def test_tool_calls_and_grouped_chunks(fake_engine):
+    engine = fake_engine("vllm", tool_call=True)
+    got = events(ask(engine, chat(engine, tokens=5)))
+    assert sum("tool_calls" in e["choices"][0]["delta"] for e in got if e["choices"]) == 5
+    assert got[-2]["choices"][0]["finish_reason"] == "tool_calls"
+    engine = fake_engine("vllm", tokens_per_chunk=3, tokens_per_s=100, continuous_usage=False)
+    runs = iter([timed(engine, chat(engine, tokens=60)) for _ in range(3)])
+
+    def tpot() -> float:
+        times, usage, _ = next(runs)
+        assert (len(times), usage["completion_tokens"]) == (20, 60)
+        return (times[-1] - times[0]) / 57
+
+    assert nearest(0.01, tpot) == pytest.approx(0.01, rel=0.03)
+
+
+def test_ways_of_writing_change_no_text(fake_engine):
+    engine = fake_engine("vllm", text="prose", tokens_per_s=2000)
+    body = chat(engine, tokens=300)
+    plain = text_of(ask(engine, body))
+    assert any(ord(letter) > 127 for letter in plain)
+    for wish in ({"crlf": True}, {"utf8_split": True}, {"comments": True}, {"burst": 4}, {"early_role": True}):
+        stream = ask(fake_engine("vllm", text="prose", tokens_per_s=2000, **wish), body)
+        assert text_of(stream) == plain, wish
+        assert ("\r\n" in stream) is ("crlf" in wish)
+        assert (": keepalive" in stream) is ("comments" in wish)
+
+
+def test_lengths(fake_engine):
+    def finish(ignore_eos: bool, **wish) -> tuple[int, str]:
+        engine = fake_engine("vllm", tokens_per_s=2000, **wish)
+        got = events(ask(engine, chat(engine, tokens=50, ignore_eos=ignore_eos)))
+        return got[-1]["usage"]["completion_tokens"], got[-2]["choices"][0]["finish_reason"]
+
+    assert finish(False, eos_tokens=20) == (20, "stop")
+    assert finish(True, eos_tokens=20) == (50, "length")
+    assert finish(True, short_output=20) == (20, "stop")
+
+
+def test_looping_text_is_one_word(fake_engine):
+    engine = fake_engine("vllm", loop_text=True)
+    assert set(text_of(ask(engine, chat(engine))).split()) == {"the"}
+
+
+def test_first_touch_stalls_once_per_length(fake_engine):
+    engine = fake_engine("vllm", first_touch_s=0.4, ttft_s=0)
+
+    def wait(prompt: str) -> float:
+        times, _, sent = timed(engine, chat(engine, prompt, tokens=2))
+        return times[0] - sent
+
+    waits = [wait("a" * 400), wait("b" * 400), wait("c" * 4000)]
+    assert [w > 0.35 for w in waits] == [True, False, True]
+    assert engine.log.count("JIT compilation during inference") == 2
+
+
+def test_a_hang_stops_the_tokens_but_not_the_health(fake_engine):
+    engine = fake_engine("vllm", hang={"after": 1, "seconds": 0.8}, tokens_per_s=1000)
+    waits = []
+    for _ in range(2):
+        times, _, _ = timed(engine, chat(engine, tokens=20))
+        waits.append(max(b - a for a, b in itertools.pairwise(times)))
+    assert waits[0] < 0.4
+    assert waits[1] > 0.75
+
+
+# --- counters that are wrong -----------------------------------------------------------------------------------------
+
+
+def test_counters_can_start_again(fake_engine):
+    engine = fake_engine("vllm", counter_reset_after=2)
+    ask(engine, chat(engine))
+    before = counters(engine)
+    ask(engine, chat(engine, "again"))
+    after = counters(engine)
+    assert (before["generation_tokens_total"], after["generation_tokens_total"]) == (40, 0)
+    assert after["process_start_time_seconds"] > before["process_start_time_seconds"]
+
+
+def test_acceptance_can_collapse(fake_engine):
+    engine = fake_engine("vllm", *DSPARK_6, collapse_after=1)
+    ask(engine, chat(engine, tokens=100))
+    before = counters(engine)
+    ask(engine, chat(engine, "again", tokens=100))
+    after = counters(engine)
+    accepted, drafts = "spec_decode_num_accepted_tokens_total", "spec_decode_num_drafts_total"
+    assert before[accepted] / before[drafts] > 3.5
+    assert (after[accepted] - before[accepted]) / (after[drafts] - before[drafts]) < 0.5
+
+
+def test_synthetic_acceptance_is_the_one_asked_for(fake_engine):
+    config = {"method": "dspark", "num_speculative_tokens": 6, "rejection_sample_method": "synthetic"}
+    engine = fake_engine("vllm", "-sc", json.dumps(config | {"synthetic_acceptance_length": 3.5}))
+    ask(engine, chat(engine, tokens=300))
+    c = counters(engine)
+    by_position = [c[f"spec_decode_num_accepted_tokens_per_pos_total[{i}]"] for i in range(6)]
+    drafts = c["spec_decode_num_drafts_total"]
+    assert [n / drafts for n in by_position] == pytest.approx([1, 1, 0.5, 0, 0, 0], abs=0.05)
+
+
+def test_pages_of_several_engines_and_other_spellings(fake_engine):
+    wish = {
+        "engines": 2,
+        "rename_metrics": {"kv_cache_usage_perc": "gpu_cache_usage_perc"},
+        "drop_metrics": ["prefix_cache"],
+    }
+    engine = fake_engine("vllm", *DSPARK_6, **wish)
+    ask(engine, chat(engine, tokens=50))
+    page = engine.get("/metrics")
+    assert 'engine="1"' in page
+    assert "vllm:gpu_cache_usage_perc{" in page
+    assert "prefix_cache" not in page.replace("prefix_caching", "").replace("external_", "")
+    c = counters(engine)
+    assert c["generation_tokens_total"] == 50
+    assert c["spec_decode_num_draft_tokens_total"] == 6 * c["spec_decode_num_drafts_total"]
+
+
+@pytest.mark.parametrize(
+    ("wish", "want"), [("works", {"success": True}), ("refused", {"success": False}), ("empty", None)]
+)
+def test_cache_reset(fake_engine, wish, want):
+    engine = fake_engine("vllm", cache_reset=wish, env={"VLLM_SERVER_DEV_MODE": "1"})
+    prompt = chat(engine, "word " * 200, tokens=2)
+    ask(engine, prompt)
+    answer = engine.post("/reset_prefix_cache", {})
+    assert (json.loads(answer) if answer else None) == want
+    ask(engine, prompt)
+    assert (counters(engine)["prefix_cache_hits_total"] == 0) is (wish == "works")
+    assert status(fake_engine("vllm"), "/reset_prefix_cache") == 404
+
+
+# --- processes that are wrong ----------------------------------------------------------------------------------------
+
+
+def test_running_out_of_memory_under_load(fake_engine):
+    engine = fake_engine("vllm", oom_after=2)
+    ask(engine, chat(engine))
+    ask(engine, chat(engine, "again"))
+    assert ended(engine) == 1
+    assert "torch.OutOfMemoryError: CUDA out of memory" in engine.log
+
+
+def test_it_can_be_killed_from_outside(fake_engine):
+    engine = fake_engine("vllm", die_after_s=0.3)
+    assert ended(engine) == -signal.SIGKILL
+
+
+def test_children_that_ignore_sigterm_outlive_it(fake_engine, tmp_path):
+    pids = tmp_path / "pids"
+    engine = fake_engine("vllm", ignore_sigterm=True, children=str(pids))
+    child, grandchild = (psutil.Process(int(pid)) for pid in pids.read_text(encoding="utf-8").split())
+    try:
+        engine.process.terminate()
+        time.sleep(0.5)
+        assert engine.process.poll() is None
+        assert child.ppid() == engine.pid
+        assert grandchild.ppid() != engine.pid
+        engine.process.kill()
+        assert ended(engine) == -signal.SIGKILL
+        for process in (child, grandchild):
+            process.terminate()
+        time.sleep(0.3)
+        assert child.is_running()
+        assert grandchild.is_running()
+    finally:
+        for process in (child, grandchild):
+            process.kill()
+
+
+def test_a_file_stays_in_shared_memory(fake_engine):
+    engine = fake_engine("vllm", shm_file=True)
+    path = Path(f"/dev/shm/fake_engine_{engine.pid}")
+    engine.process.terminate()
+    assert ended(engine) == 0
+    try:
+        assert path.is_file()
+    finally:
+        path.unlink()
+
+
+def test_what_was_sent_is_recorded(fake_engine, tmp_path):
+    record = tmp_path / "requests.jsonl"
+    engine = fake_engine("sglang", record_requests=str(record))
+    ask(engine, chat(engine, tokens=2, temperature=0, seed=7))
+    sent = json.loads(record.read_text(encoding="utf-8"))
+    assert (sent["temperature"], sent["seed"], sent["path"]) == (0, 7, "/v1/chat/completions")
+    assert "harbours" in sent["prompt"]
+
+
+def test_a_stranger_answers_to_any_name_without_a_key(fake_engine):
+    engine = fake_engine("vllm", stranger=True, env={"VLLM_API_KEY": "secret"})
+    assert json.loads(engine.get("/v1/models"))["data"][0]["id"] == "stranger-7b"
+    assert events(ask(engine, chat(engine, tokens=3)))[-1]["usage"]["completion_tokens"] == 3

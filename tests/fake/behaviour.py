@@ -102,7 +102,7 @@ class Behaviour:
 
 
 def load(environ: Mapping[str, str] = os.environ) -> Behaviour:
-    """FAKE_ENGINE_FILE first, FAKE_ENGINE over it. Raises ValueError for an unknown key, so that no test asks in vain."""
+    """FAKE_ENGINE_FILE first, FAKE_ENGINE over it. Raises ValueError for an unknown key: no test asks in vain."""
     wishes: dict[str, Any] = {}
     if path := environ.get("FAKE_ENGINE_FILE"):
         wishes.update(json.loads(Path(path).read_text(encoding="utf-8")))

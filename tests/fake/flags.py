@@ -25,6 +25,13 @@ LLAMA_SPEC_TYPES = {
     *("none", "draft-simple", "draft-eagle3", "draft-mtp", "draft-dflash", "draft-dspark"),
     *("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"),
 }
+# The flag that bounds the proposals of a type, and its default.
+LLAMA_DRAFT_LIMITS = {
+    "ngram-simple": ("--spec-ngram-simple-size-m", 48),
+    "ngram-map-k": ("--spec-ngram-map-k-size-m", 48),
+    "ngram-map-k4v": ("--spec-ngram-map-k4v-size-m", 48),
+    "ngram-mod": ("--spec-ngram-mod-n-max", 64),
+}
 KEY_VARIABLE = {"vllm": "VLLM_API_KEY", "sglang": None, "llamacpp": "LLAMA_API_KEY"}
 
 
@@ -192,7 +199,7 @@ def _vllm_speculation(args: Mapping[str, Any]) -> Speculation:
 
 def _sglang_speculation(args: Mapping[str, Any]) -> Speculation:
     method = args.get("--speculative-algorithm")
-    if method is None:
+    if method in (None, "NONE"):
         return None, 0, None, None
     if method not in ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "DFLASH", "DSPARK", "FROZEN_KV_MTP"):
         raise Refused(f"ValueError: Unknown speculative algorithm name: {method}\n", 1)
@@ -213,8 +220,7 @@ def _llama_speculation(args: Mapping[str, Any]) -> Speculation:
         return None, 0, None, None
     if set(method.split(",")) - LLAMA_SPEC_TYPES:
         raise Refused("llama_fail_bad_spec.log", 1)
-    k = args.get("--spec-draft-n-max")
-    if k is None:
-        k = args.get("--spec-ngram-mod-n-max", 8) if "ngram" in method else 3
+    limits = [LLAMA_DRAFT_LIMITS.get(name, ("--spec-draft-n-max", 3)) for name in method.split(",")]
+    k = max(int(args.get(flag, default)) for flag, default in limits)
     length, rates = args.get("--spec-synth-len"), args.get("--spec-synth-rates")
-    return method, int(k), float(length) if length else None, [float(r) for r in rates.split(",")] if rates else None
+    return method, k, float(length) if length else None, [float(r) for r in rates.split(",")] if rates else None

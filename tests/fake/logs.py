@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -61,7 +62,8 @@ def request_lines(launch: Launch, number: int, timings: Mapping[str, float], c: 
         yield stamp(
             "sglang",
             f"Decode batch, #running-req: {c.running + 1}, #token: {c.tokens_max}, token usage: 0.00, {spec}"
-            f"cuda graph: True, gen throughput (token/s): {timings['predicted_per_second']:.2f}, #queue-req: {c.waiting}",
+            f"cuda graph: True, gen throughput (token/s): {timings['predicted_per_second']:.2f}, "
+            f"#queue-req: {c.waiting}",
         )
     elif launch.dialect == "llamacpp":
         head = f"slot print_timing: id  0 | task {number} |"
@@ -106,8 +108,8 @@ def ten_second_lines(now: Counters, before: Counters, seconds: float) -> Iterato
     yield stamp(
         "vllm",
         f"SpecDecoding metrics: Mean acceptance length: {1 + accepted / drafts:.2f}, "
-        f"Accepted throughput: {accepted / seconds:.2f} tokens/s, "
-        f"Drafted throughput: {drafted / seconds:.2f} tokens/s, Accepted: {accepted} tokens, Drafted: {drafted} tokens, Per-position acceptance rate: {rates}, "
+        f"Accepted throughput: {accepted / seconds:.2f} tokens/s, Drafted throughput: {drafted / seconds:.2f} "
+        f"tokens/s, Accepted: {accepted} tokens, Drafted: {drafted} tokens, Per-position acceptance rate: {rates}, "
         f"Avg Draft acceptance rate: {100 * accepted / drafted:.1f}%",
         where="metrics.py:120",
     )
@@ -138,11 +140,16 @@ def _own(line: str, launch: Launch, pids: dict[str, str]) -> str:
     line = re.sub(r"/models/[\w./-]+", lambda _: launch.model, line)
     line = re.sub(r"http://[\d.]+:\d+", f"http://{launch.host}:{launch.port}", line)
     if "non-default args:" in line:
-        shown = {k.lstrip("-").replace("-", "_"): v for k, v in launch.args.items() if "key" not in k}
-        line = line[: line.index("non-default args:")] + f"non-default args: {shown}"
+        line = line[: line.index("non-default args:")] + f"non-default args: {_shown(launch)}"
     if launch.dialect == "vllm":
         line = _vllm_length(line, launch)
     return line
+
+
+def _shown(launch: Launch) -> dict[str, object]:
+    """The arguments as vLLM prints them: Python names, JSON taken apart, the key left out."""
+    args = {k.lstrip("-").replace("-", "_"): v for k, v in launch.args.items() if "key" not in k}
+    return {k: json.loads(v) if isinstance(v, str) and v.startswith("{") else v for k, v in args.items()}
 
 
 def _vllm_length(line: str, launch: Launch) -> str:
