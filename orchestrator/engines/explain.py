@@ -84,9 +84,10 @@ def override_lines(log_text: str) -> list[str]:
 def _find(lines: Sequence[Line]) -> tuple[Rule, re.Match[str], Block] | None:
     """The first match of a specific rule, else of a weak one; source lines of tracebacks count last of all."""
     best: tuple[tuple[bool, int, int], tuple[Rule, re.Match[str], Block]] | None = None
-    for quotes_source in (False, True):
-        for block in error_blocks(lines, source=quotes_source):
-            for rule in RULES:
+    for quoted in (False, True):
+        rules = [rule for rule in RULES if rule.quoted == quoted]
+        for block in error_blocks(lines, source=quoted):
+            for rule in rules:
                 if match := rule.pattern.search(block.text):
                     place = (rule.weak, block.index_at(match.start()), match.start())
                     if best is None or place < best[0]:

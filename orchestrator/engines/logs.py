@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 # Start-up facts stand at the beginning, the cause of a death at the end; a flood between them repeats one of the two.
-HEAD_CHARS = 1_500_000
-TAIL_CHARS = 1_500_000
+HEAD_CHARS = 1_000_000
+TAIL_CHARS = 1_000_000
 _LONGEST_LINE = 20_000
 _WIDEST_TERMINAL = 240
 _LONGEST_WORD = 25

@@ -16,18 +16,28 @@ class Rule:
     """One sentence of an engine that tells a cause. Named groups that are numbers with a unit become facts.
 
     weak: said also by messages that do not end an engine, or by a message that wraps the real one; any other rule
-    that matches goes first. summary and lever replace the cause's own.
+    that matches goes first. quoted: stands in a source line that a traceback quotes, for errors without words.
+    summary and lever replace the cause's own.
     """
 
     code: str
     pattern: re.Pattern[str]
     weak: bool = False
+    quoted: bool = False
     summary: str | None = None
     lever: str | None = None
 
 
-def _rule(code: str, pattern: str, *, weak: bool = False, summary: str | None = None, lever: str | None = None) -> Rule:
-    return Rule(code, expression(pattern), weak, summary, lever)
+def _rule(
+    code: str,
+    pattern: str,
+    *,
+    weak: bool = False,
+    quoted: bool = False,
+    summary: str | None = None,
+    lever: str | None = None,
+) -> Rule:
+    return Rule(code, expression(pattern), weak, quoted, summary, lever)
 
 
 RULES: tuple[Rule, ...] = (
@@ -52,7 +62,7 @@ RULES: tuple[Rule, ...] = (
         summary="{heads} attention heads cannot be split over {gpus} GPUs",
         lever="choose a tensor parallel size that divides {heads}",
     ),
-    _rule("heads_not_divisible", r"total_num_(?:kv_)?heads % (?:attn_)?tp_size == 0"),
+    _rule("heads_not_divisible", r"total_num_(?:kv_)?heads % (?:attn_)?tp_size == 0", quoted=True),
     _rule(
         "heads_not_divisible",
         r"AssertionError: <heads> is not divisible by <gpus>",

@@ -126,7 +126,8 @@ FACTS = (
     fact_pattern(r"KV Cache is allocated\. .*?\bK size: <k_cache_gib> GB, V size: <v_cache_gib> GB", within="sum"),
     fact_pattern(r"KV Cache is allocated\. .*?\bKV size: <kv_available_gib> GB", within="sum"),
     fact_pattern(
-        r"CUDA graph end\. (?:elapsed=|Time elapsed: )<graph_capture_s> s[,.] mem usage=<graph_gib> GB", within="sum"
+        r"(?:CUDA|cuda) graph end\. (?:elapsed=|Time elapsed: )<graph_capture_s> s[,.] mem usage=<graph_gib> GB",
+        within="sum",
     ),
     fact_pattern(r"max_total_num_tokens=<kv_tokens>, chunked_prefill_size=", across="min"),
     fact_pattern(r"max_running_requests=<max_running_requests>, context_len=<max_len_tokens>", across="min"),

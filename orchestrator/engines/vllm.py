@@ -111,7 +111,7 @@ FACTS = (
     fact_pattern(r"Available KV cache memory: <kv_available_gib> GiB", across="min"),
     fact_pattern(r"(?:Explicitly|Auto) set \(<kv_available_gib>/<host_total_gib>\) GiB for KV cache", across="min"),
     fact_pattern(r"(?:GPU|CPU|XPU)[ \w+]*? KV cache size: <kv_tokens> tokens", across="min"),
-    fact_pattern(r"# (?:GPU|CPU|cuda|cpu) blocks: <kv_blocks>", across="min"),
+    fact_pattern(r"# (?:GPU|cuda) blocks: <kv_blocks>", across="min"),
     fact_pattern(r"Maximum concurrency for <max_len_tokens> tokens per request: <max_concurrency>x", across="min"),
     fact_pattern(r"Graph capturing finished in <graph_capture_s> secs, took <graph_gib> GiB"),
     fact_pattern(r"Estimated CUDA graph memory: <graph_estimated_gib> GiB"),
