@@ -29,6 +29,7 @@ Start
   load_s               the recorded start's lines are spread over this time (0.2)
   start_log            recorded log to replay instead of the dialect's own
   silent_load_s        after half of the lines nothing is printed for this time (0)
+  log_mib              so much more is printed while loading (0)
   models_early         listen at once: /v1/models is 200, all else 503 while loading
   health_late_s        listen, but 503, for this time after loading (0)
   completion_500_s     completions answer 500 for this time after /health is 200 (0)
@@ -225,6 +226,8 @@ async def load_model(state: State) -> None:
         if (delay := begun + b.load_s * number / len(lines) - loop.time()) > 0:
             await asyncio.sleep(delay)
         logs.say(line)
+    for number in range(round(b.log_mib * 2**20 / 128)):
+        logs.say(f"padding {number} ".ljust(127, "."))
 
 
 async def report(state: State, every_s: float = 10.0) -> None:

@@ -42,6 +42,7 @@ class Behaviour:
     load_s: float = 0.2
     start_log: str | None = None
     silent_load_s: float = 0.0
+    log_mib: float = 0.0
     models_early: bool = False
     health_late_s: float = 0.0
     completion_500_s: float = 0.0

@@ -75,10 +75,15 @@ issue. See stack trace (above) for the root cause.
 """
 
 
-def out_of_memory() -> str:
-    """What vLLM prints when memory runs out under load."""
+def out_of_memory(dialect: str) -> str:
+    """What is printed when memory runs out under load."""
+    if dialect == "llamacpp":
+        return "CUDA error: out of memory\n  current device: 0, in function alloc at ggml-cuda.cu:553"
     text = _OUT_OF_MEMORY.replace("PID", str(os.getpid()))
-    return text.replace("ERROR [", f"ERROR {time.strftime('%m-%d %H:%M:%S')} [")
+    if dialect == "vllm":
+        return text.replace("ERROR [", f"ERROR {time.strftime('%m-%d %H:%M:%S')} [")
+    cause = next(line.partition("] ")[2] for line in text.splitlines() if "OutOfMemoryError" in line)
+    return stamp("sglang", f"Scheduler hit an exception: Traceback (most recent call last):\n{cause}")
 
 
 CACHE_IN_USE = """\

@@ -181,10 +181,9 @@ async def _steps(state: State, job: Job) -> AsyncGenerator[Piece]:
     job.prefill_s, first_s, total = due - begun, due, 1
     yield Piece([next(words)], 1)
     factor, accepted = pace.request_factor(job.number), pace.accepted(job.number, (seed % 1000) / 1000)
-    for step in itertools.count():
-        if total >= job.num_tokens:
-            return
-        if step == 1 and b.hang and job.number > b.hang.get("after", 0):
+    hangs = bool(b.hang) and job.number > b.hang.get("after", 0)
+    while total < job.num_tokens:
+        if hangs and job.tally.steps == 1:
             await asyncio.sleep(b.hang["seconds"])
             due = loop.time()
         taken = next(accepted)
@@ -224,7 +223,7 @@ def _finish(state: State, job: Job, reason: str) -> None:
         c.reset()
     if b.oom_after is not None and job.number >= b.oom_after and not state.dying:
         state.dying = True
-        logs.say(failures.out_of_memory())
+        logs.say(failures.out_of_memory(state.launch.dialect))
         # Late enough for the running streams to carry the error that the real server sends them.
         asyncio.get_running_loop().call_later(0.3, state.die, 1)
 
