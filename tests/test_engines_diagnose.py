@@ -17,7 +17,10 @@ RECORDED = Path(__file__).parent / "recorded"
 REFUSED, UNFIT, FAILED = TrialStatus.REFUSED, TrialStatus.UNFIT, TrialStatus.FAILED
 INFRASTRUCTURE, COMPLETE = TrialStatus.INFRASTRUCTURE, TrialStatus.COMPLETE
 # Caused by the program around the engine, never read from a log.
-FROM_OUTSIDE = {"gpu_busy", "not_released", "no_token"}
+FROM_OUTSIDE = {
+    *("gpu_busy", "not_released", "no_token", "no_successful_request", "machine", "configuration", "clearly_worse"),
+    "trial_process_lost",
+}
 
 
 def kind_of(path: Path) -> str:

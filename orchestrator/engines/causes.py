@@ -175,6 +175,21 @@ CAUSES: dict[str, Cause] = {
             "the engine was killed from outside ({signal})",
             "see who did it; after SIGKILL the kernel log tells whether the host ran out of memory",
         ),
+        (
+            "machine",
+            "this node could not start the engine at all",
+            "read the sentence: a program, a port range, a driver or a GPU count",
+        ),
+        (
+            "configuration",
+            "the point's configuration is wrong",
+            "read the sentence: it names the key and what is allowed",
+        ),
+        (
+            "trial_process_lost",
+            "the process of the trial ended without a result",
+            "see the log of its Ray worker; the host may have run out of memory",
+        ),
         ("not_released", "a process or GPU memory of the engine was still there after its end", "see the named pid"),
     ),
     **_causes(
@@ -183,6 +198,11 @@ CAUSES: dict[str, Cause] = {
             "no_progress",
             "the engine was not ready in time, or stopped answering its own workers",
             "read the last lines; raise engine.ready.stall_s if it was compiling",
+        ),
+        (
+            "no_successful_request",
+            "every request failed",
+            "read the first error: it is the engine's own answer",
         ),
         ("no_token", "a request got no token for stall_s", "read the end of the log; raise stall_s for long prefills"),
         (
@@ -202,6 +222,14 @@ CAUSES: dict[str, Cause] = {
         ),
         ("crashed", "the engine crashed ({signal})", "another backend or version; the evidence is all that it said"),
         ("unknown", "the engine ended and the reason has no name yet", "read the evidence"),
+    ),
+    **_causes(
+        TrialStatus.PRUNED,
+        (
+            "clearly_worse",
+            "stopped early: clearly worse than the best so far",
+            "none; search.stop_early: false runs all",
+        ),
     ),
     **_causes(
         TrialStatus.COMPLETE,
