@@ -1,0 +1,266 @@
+"""The Ray cluster a service lives in: somebody's, by its address, or a local head that we start and end ourselves.
+
+The local head outlives the command that started it. Its processes are remembered by pid and creation time in
+head.json, so that `--stop` ends exactly that head and never another Ray of this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+import psutil
+import ray
+from ray._raylet import Config  # type: ignore[attr-defined]
+
+from orchestrator.config import Placement
+from orchestrator.errors import MachineError
+
+START_TIMEOUT_S, STOP_GRACE_S = 60.0, 10.0
+OBJECT_STORE_BYTES = 96 << 20
+HEAD_RESOURCE = "node:__internal_head__"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """A process, also after its pid was given to another."""
+
+    pid: int
+    created: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """A local Ray head of ours. processes[0] is `ray start` itself, which stays."""
+
+    address: str
+    temp_dir: str
+    processes: tuple[Identity, ...]
+
+    def alive(self) -> bool:
+        return all(_process(identity) is not None for identity in self.processes)
+
+
+def local_head(folder: Path) -> Head | None:
+    """The head that was started for this folder, None when there is none or it is not whole any more."""
+    try:
+        document = json.loads((folder / "head.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise MachineError(f"{folder / 'head.json'}: cannot be read: {error}") from None
+    head = _head(document)
+    return head if head.alive() else None
+
+
+def start_head(folder: Path, *, num_gpus: int | None = None) -> Head:
+    """Start a Ray head that outlives this process. Raises MachineError with the end of its log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stop_head(folder)
+    parent = Path(tempfile.gettempdir()) / f"orchestrator-{os.getuid()}"
+    parent.mkdir(mode=0o700, exist_ok=True)
+    # A folder of its own: the default one would make every ray.init() of this machine join this head.
+    temp_dir = tempfile.mkdtemp(prefix="ray-", dir=parent)
+    _make_token()
+    address = f"127.0.0.1:{_free_port()}"
+    log_path = folder / "head.log"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            _start_command(address, temp_dir, num_gpus),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=_environment(),
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while b"Ray runtime started" not in log_path.read_bytes():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            process.wait()
+            raise MachineError(
+                f"a local Ray did not start; {log_path} ends with: {log_path.read_text()[-500:].strip()}"
+            )
+        time.sleep(0.05)
+    members = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    servers = [p for p in members if p.pid == process.pid or p.name() in ("gcs_server", "raylet")]
+    head = Head(address=address, temp_dir=temp_dir, processes=tuple(_identity(p) for p in servers))
+    _write(folder / "head.json", json.dumps(asdict(head), indent=1))
+    return head
+
+
+def stop_head(folder: Path) -> bool:
+    """End the head of this folder with everything below it, and forget it. False when there was none."""
+    path = folder / "head.json"
+    if not path.exists():
+        return False
+    head = _head(json.loads(path.read_text(encoding="utf-8")))
+    roots = [process for identity in head.processes if (process := _process(identity)) is not None]
+    family = {p for root in roots for p in (root, *_children(root))}
+    for number in ("terminate", "kill"):
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                getattr(process, number)()
+        _, family = (set(each) for each in psutil.wait_procs(family, timeout=STOP_GRACE_S))
+        if not family:
+            break
+    shutil.rmtree(head.temp_dir, ignore_errors=True)
+    path.unlink()
+    return True
+
+
+@contextlib.contextmanager
+def connected(address: str, *, ours: bool = False) -> Iterator[None]:
+    """This process as a driver of the cluster at `address`. Raises MachineError when it cannot be reached.
+
+    ours: the cluster is a head that start_head started, which asks for the user's Ray token.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    if ours:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        # Ray reads the mode once, at its import; without this the head refuses us.
+        Config.initialize("")
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise MachineError(
+            f"the Ray cluster at {address} cannot be reached: {' '.join(str(error).split())[:300]}"
+        ) from None
+    for name in ("ray", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def require_room(placement: Placement, replicas: int) -> None:
+    """Whether the cluster's nodes can hold `replicas` engines, each whole on ONE node. Raises MachineError.
+
+    Looks at what the nodes have, not at what is free: what stands there now may be what is replaced.
+    """
+    nodes = [node for node in _nodes() if node["Alive"]]
+    room = sum(_engines_that_fit(node, placement) for node in nodes)
+    if room >= replicas:
+        return
+    label = f" with label {placement.node_label}" if placement.node_label else ""
+    shapes = "; ".join(
+        f"{n['NodeManagerAddress']}: {n['Resources'].get('GPU', 0):g} GPUs, {n['Resources'].get('CPU', 0):g} CPUs"
+        for n in nodes
+    )
+    raise MachineError(
+        f"this Ray cluster can hold {room} of {replicas} engines: each needs {placement.gpus} GPUs and "
+        f"{placement.cpus} CPUs on ONE node{label}; the nodes have: {shapes or 'none alive'}"
+    )
+
+
+def _engines_that_fit(node: dict[str, Any], placement: Placement) -> int:
+    labels = (*node["Resources"], *(f"{k}={v}" for k, v in node.get("Labels", {}).items()))
+    if placement.node_label is not None and placement.node_label not in labels:
+        return 0
+    wanted = {"CPU": placement.cpus, "GPU": placement.gpus}
+    return min(int(node["Resources"].get(name, 0) // amount) for name, amount in wanted.items() if amount)
+
+
+def _nodes() -> list[dict[str, Any]]:
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return nodes
+
+
+def is_head_node() -> bool:
+    """Whether this worker runs on the cluster's head node."""
+    here = ray.get_runtime_context().get_node_id()
+    return any(node["NodeID"] == here and HEAD_RESOURCE in node["Resources"] for node in _nodes())
+
+
+def _start_command(address: str, temp_dir: str, num_gpus: int | None) -> list[str]:
+    host, port = address.split(":")
+    options = {
+        "node-ip-address": host,
+        "port": port,
+        "include-dashboard": "false",
+        "object-store-memory": str(OBJECT_STORE_BYTES),
+        "temp-dir": temp_dir,
+        "ray-client-server-port": str(_free_port()),
+        **({} if num_gpus is None else {"num-gpus": str(num_gpus)}),
+    }
+    return [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
+        *(f"--{name}={value}" for name, value in options.items()),
+    ]
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with this package importable in every worker however it was found here."""
+    env = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_JOB_ID")}
+    package_root = str(Path(__file__).resolve().parent.parent)
+    # Ray listens on every interface whatever address it is given: nobody without the user's token may give it work.
+    env["RAY_AUTH_MODE"] = "token"
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, env.get("PYTHONPATH")]))
+    return env
+
+
+def _make_token() -> None:
+    """The user's Ray token, where Ray looks for it; made when there is none."""
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if os.environ.get("RAY_AUTH_TOKEN") or path.exists():
+        return
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as token:
+        token.write(secrets.token_hex(32))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _head(document: dict[str, Any]) -> Head:
+    processes = tuple(Identity(**each) for each in document["processes"])
+    return Head(address=document["address"], temp_dir=document["temp_dir"], processes=processes)
+
+
+def _identity(process: psutil.Process) -> Identity:
+    return Identity(pid=process.pid, created=process.create_time())
+
+
+def _process(identity: Identity) -> psutil.Process | None:
+    try:
+        process = psutil.Process(identity.pid)
+        same = abs(process.create_time() - identity.created) < 0.01
+        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _children(process: psutil.Process) -> Sequence[psutil.Process]:
+    try:
+        return list(process.children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _write(path: Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)

@@ -1,0 +1,193 @@
+"""One experiment's Serve application, seen from the command line: deploy, wait, pause, open, delete.
+
+Every command finds the application by its name in the cluster; nothing here needs the process that deployed it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ray import serve
+from ray.serve.exceptions import RayServeException
+
+from orchestrator import service
+from orchestrator.config import Experiment
+from orchestrator.errors import MachineError, PromotionError
+from orchestrator.relay import digest
+from orchestrator.service import ENGINE, GATEWAY, LOOPBACK, Door, Order
+
+POLL_S = 0.25
+CALL_TIMEOUT_S = 15.0
+# A pause ends by itself when the command that holds it is gone.
+PAUSE_TTL_S, PAUSE_RENEW_S = 20.0, 5.0
+DRAIN_S = 30.0
+_STARTED_NOT = re.compile(r"engine did not start: (.*)")
+
+
+@dataclass(slots=True, kw_only=True)
+class Deployment:
+    """The application of one experiment in the connected cluster."""
+
+    experiment: Experiment
+    key: str | None = None
+    pass_key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+
+    @property
+    def name(self) -> str:
+        return self.experiment.name
+
+    @property
+    def url(self) -> str:
+        """Base URL without /v1, as this machine reaches it."""
+        serving = self.experiment.serving
+        host = "127.0.0.1" if serving.host in ("0.0.0.0", "::") else serving.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{serving.port}{'/' + serving.route.strip('/')}".rstrip(
+            "/"
+        )
+
+    def door(self) -> Door:
+        serving = self.experiment.serving
+        return Door(
+            host=serving.host,
+            port=serving.port,
+            route=serving.route,
+            key_digest=digest(self.key) if self.key else None,
+            max_request_mib=serving.max_request_mib,
+        )
+
+    @property
+    def gateway_name(self) -> str:
+        return service.gateway_name(self.name)
+
+    def exists(self) -> bool:
+        """Whether anything of this service is in the cluster."""
+        return not {self.name, self.gateway_name}.isdisjoint(_applications())
+
+    def status(self) -> str | None:
+        """Serve's word for the application: RUNNING, DEPLOYING, UNHEALTHY, ...; None when there is none."""
+        found = _applications().get(self.name)
+        return str(found.status.value) if found else None
+
+    def state(self) -> dict[str, Any] | None:
+        """What the gateway tells of itself; None while none answers."""
+        if self.gateway_name not in _applications():
+            return None
+        with contextlib.suppress(RayServeException, TimeoutError, RuntimeError):
+            state: dict[str, Any] = self._gateway("state")
+            return state
+        return None
+
+    def deploy(self, order: Order, cpus: int) -> None:
+        """Hand the configuration to Serve, which stops the engines that run and then starts the new ones."""
+        serving = self.experiment.serving
+        serve.start(proxy_location="Disabled")
+        door = asdict(self.door())
+        state = self.state()
+        if state is None or state["door"] != digest(f"{door}"):
+            _run(self.gateway_name, service.gateway(door))
+        args = {
+            "order": asdict(order),
+            "cpus": cpus,
+            "replicas": serving.replicas,
+            "autoscaling": dict(serving.autoscaling),
+        }
+        _run(self.name, service.engines(args))
+
+    def wait_ready(self, version: str, deadline_s: float) -> None:
+        """Return when only engines of `version` answer behind the gateway. Raises PromotionError when they will not."""
+        deadline = time.monotonic() + deadline_s
+        while time.monotonic() < deadline:
+            found = _applications().get(self.name)
+            for each in (found, _applications().get(self.gateway_name)):
+                if each is not None and each.status.value in ("DEPLOY_FAILED", "UNHEALTHY"):
+                    raise PromotionError(_why_not(each))
+            if found is not None and found.status.value == "RUNNING":
+                state = self.state()
+                if state is not None and state["versions"] == [version]:
+                    return
+            time.sleep(POLL_S)
+        raise PromotionError(f"not ready within serving.deadline_s ({deadline_s:.0f} s); Serve says {self.status()}")
+
+    @contextlib.contextmanager
+    def paused(self, reason: str, retry_after_s: float) -> Iterator[None]:
+        """While entered only the holder of pass_key is let in; everybody else gets 503 with Retry-After."""
+        done = threading.Event()
+
+        def renew() -> None:
+            while True:
+                with contextlib.suppress(RayServeException, TimeoutError, RuntimeError):
+                    if self.gateway_name in _applications():
+                        self._gateway("close", reason, retry_after_s, digest(self.pass_key), PAUSE_TTL_S)
+                if done.wait(PAUSE_RENEW_S if self.exists() else POLL_S):
+                    return
+
+        renewing = threading.Thread(target=renew, name="pause", daemon=True)
+        renewing.start()
+        try:
+            yield
+        finally:
+            done.set()
+            renewing.join()
+
+    def drain(self, timeout_s: float = DRAIN_S) -> int:
+        """Wait until the running requests have ended. Returns how many have not."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            state = self.state()
+            left = int(state["in_flight"]) if state else 0
+            if left == 0 or time.monotonic() > deadline:
+                return left
+            time.sleep(POLL_S)
+
+    def open(self, verified: str | None) -> None:
+        """Let everybody in; `verified` is the version that passed."""
+        self._gateway("open", verified)
+
+    def delete(self) -> None:
+        """End the service: engines stopped, GPUs free, listener closed. Raises MachineError when it does not end."""
+        try:
+            for name in (self.name, self.gateway_name):
+                if name in _applications():
+                    serve.delete(name)
+        except (TimeoutError, RuntimeError) as error:
+            raise MachineError(f"the application {self.name!r} did not end: {error}") from None
+
+    def _gateway(self, method: str, *arguments: object) -> Any:
+        handle = serve.get_deployment_handle(GATEWAY, self.gateway_name)
+        return getattr(handle, method).remote(*arguments).result(timeout_s=CALL_TIMEOUT_S)
+
+
+def other_applications(name: str) -> list[str]:
+    """The names of the applications in this cluster besides `name`."""
+    return sorted(set(_applications()) - {name, service.gateway_name(name)})
+
+
+def _run(name: str, target: serve.Application) -> None:
+    serve.run_many(
+        [serve.RunTarget(target, name=name, route_prefix=None)],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
+    )
+
+
+def is_loopback(host: str) -> bool:
+    return host in LOOPBACK or host.startswith("127.")
+
+
+def _applications() -> Mapping[str, Any]:
+    return serve.status().applications
+
+
+def _why_not(found: Any) -> str:
+    engine = found.deployments.get(ENGINE) or found.deployments.get(GATEWAY)
+    text = "\n".join(filter(None, [engine.message if engine else "", found.message]))
+    if matched := _STARTED_NOT.search(text):
+        return f"the engine did not start: {matched[1].strip()}"
+    return f"Serve could not deploy it: {' '.join(text.split())[-500:]}"

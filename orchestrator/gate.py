@@ -1,0 +1,94 @@
+"""Which recorded result may be promoted, and whether it is really better than the champion."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator import metrics, search, tracking
+from orchestrator.config import Experiment
+from orchestrator.engines.base import TrialStatus
+from orchestrator.errors import PromotionError
+from orchestrator.metrics import Quantity
+from orchestrator.objective import misses, objective_metrics, samples, score
+from orchestrator.tracking import Recorded
+from orchestrator.trial import TrialResult
+from orchestrator.verdict import Level
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Challenger over champion on the objective. ratio has its 95% interval; better: the interval says so."""
+
+    metric: str
+    challenger: Quantity | None
+    champion: Quantity | None
+    ratio: Quantity | None
+    better: bool
+
+    def sentence(self) -> str:
+        if self.challenger is None or self.champion is None:
+            missing = "the challenger" if self.challenger is None else "the champion"
+            return f"{self.metric} of {missing} is not recorded, so that they cannot be compared"
+        numbers = f"{self.metric} {self.challenger.value:.4g} against the champion's {self.champion.value:.4g}"
+        if self.ratio is None or self.ratio.low is None or self.ratio.high is None:
+            return f"{numbers}: too few repeats to tell whether that is a difference"
+        interval = f"ratio {self.ratio.value:.3f}, 95% interval {self.ratio.low:.3f} to {self.ratio.high:.3f}"
+        return f"{numbers}: {interval}{'' if self.better else ', which does not prove it better'}"
+
+
+def candidate(experiment: Experiment, run_id: str | None) -> Recorded:
+    """The run that was named, or the best of the last campaign. Raises PromotionError when there is none."""
+    if run_id is not None:
+        return tracking.load_run(tracking.store_uri(experiment), run_id)
+    recorded = tracking.last_campaign(experiment)
+    if not recorded:
+        raise PromotionError(f"{experiment.tracking_name}: no campaign is recorded; run `tune` first")
+    results = search.with_campaign_metrics([r.result for r in recorded], experiment)
+    selection = search.select(experiment, results)
+    if selection.best is None:
+        raise PromotionError(f"{experiment.tracking_name}: {selection.reason}")
+    return recorded[next(i for i, result in enumerate(results) if result is selection.best)]
+
+
+def objections(experiment: Experiment, result: TrialResult) -> tuple[str, ...]:
+    """Why this result may not be promoted; empty when it is complete, valid and keeps every constraint."""
+    found: list[str] = []
+    if result.verdict is None:
+        found.append("it has no verdict")
+    elif result.verdict.level is not Level.VALID:
+        reasons = "; ".join(f"{reason.code}: {reason.detail}" for reason in result.verdict.reasons)
+        found.append(f"its numbers are {result.verdict.level.value} ({reasons or 'no reason given'})")
+    missed, _ = misses(experiment, result)
+    found.extend(f"constraint not kept: {each}" for each in missed)
+    return tuple(found)
+
+
+def require_complete(result: TrialResult) -> None:
+    """Raises PromotionError unless the trial was measured to its end: not even --force serves what never worked."""
+    if result.status is not TrialStatus.COMPLETE or not result.measurements:
+        why = f"{result.status.value}{f' ({result.cause})' if result.cause else ''}"
+        raise PromotionError(f"{result.spec.name} is not complete but {why}: {result.reason or 'nothing was measured'}")
+
+
+def compare(experiment: Experiment, challenger: TrialResult, champion: TrialResult) -> Comparison:
+    """Whether the challenger's objective is better by more than the noise of both."""
+    repeats = samples(experiment, challenger), samples(experiment, champion)
+    ratio = metrics.ratio(*repeats)
+    better = False
+    if ratio is not None and metrics.differs(*repeats):
+        better = ratio.value > 1 if experiment.objective.mode == "max" else ratio.value < 1
+    return Comparison(
+        metric=" + ".join(objective_metrics(experiment.objective, experiment.workloads)),
+        challenger=score(experiment, challenger),
+        champion=score(experiment, champion),
+        ratio=ratio,
+        better=better,
+    )
+
+
+def quantity_document(quantity: Quantity | None) -> dict[str, Any] | None:
+    """A number with its interval, for JSON."""
+    if quantity is None:
+        return None
+    return {"value": quantity.value, "low": quantity.low, "high": quantity.high, "n": quantity.n}

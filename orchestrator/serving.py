@@ -1,0 +1,184 @@
+"""Ray Serve: promote, status, rollback, stop. The verbs of `python -m orchestrator promote`.
+
+Without an address the service lives in a local Ray head on loopback, which is started when none of ours runs and
+ended by `stop`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator import claims, cluster, gate, tracking
+from orchestrator.config import Experiment, Placement
+from orchestrator.deployment import Deployment, is_loopback, other_applications
+from orchestrator.errors import ConfigError, MachineError, PromotionError
+from orchestrator.promotion import Promotion, PromotionReport
+from orchestrator.service import engines, gateway
+
+__all__ = ["PromotionReport", "StatusReport", "engines", "gateway", "promote", "rollback", "status", "stop"]
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusReport:
+    """What runs. status: Serve's word, None when no application runs. state: the gateway's own document."""
+
+    application: str
+    url: str
+    address: str | None
+    status: str | None
+    state: dict[str, Any] | None
+    champion_run_id: str | None
+    previous_run_id: str | None
+
+    def document(self) -> dict[str, Any]:
+        """The report as one JSON object."""
+        return {
+            "application": self.application,
+            "url": self.url,
+            "address": self.address,
+            "status": self.status,
+            "state": self.state,
+            "champion_run_id": self.champion_run_id,
+            "previous_run_id": self.previous_run_id,
+        }
+
+
+def promote(
+    experiment: Experiment,
+    *,
+    run_id: str | None = None,
+    address: str | None = None,
+    force: bool = False,
+    say: Say = lambda _: None,
+) -> PromotionReport:
+    """Serve the best result (or `run_id`): gate, deploy, verify, keep or roll back.
+
+    Raises ConfigError, MachineError (no room, no cluster), PromotionError (nothing may be promoted). A challenger that
+    fails is no exception but a report with exit code 1, because the champion was started again.
+    """
+    key = _api_key(experiment)
+    challenger = gate.candidate(experiment, run_id)
+    gate.require_complete(challenger.result)
+    champion = tracking.champion(experiment)
+    with _alone(experiment), _cluster(experiment, address, challenger.result.spec.placement, say):
+        deployment = Deployment(experiment=experiment, key=key)
+        return Promotion(experiment=experiment, deployment=deployment, say=say).challenge(
+            challenger, champion, force=force
+        )
+
+
+def rollback(experiment: Experiment, *, address: str | None = None, say: Say = lambda _: None) -> PromotionReport:
+    """Serve the previous champion again. Raises PromotionError when there was none."""
+    key = _api_key(experiment)
+    before = tracking.previous(experiment)
+    if before is None:
+        raise PromotionError(f"{experiment.tracking_name}: there is no previous champion to roll back to")
+    champion = tracking.champion(experiment)
+    with _alone(experiment), _cluster(experiment, address, before.result.spec.placement, say):
+        deployment = Deployment(experiment=experiment, key=key)
+        return Promotion(experiment=experiment, deployment=deployment, say=say).roll_back(before, champion)
+
+
+def status(experiment: Experiment, *, address: str | None = None) -> StatusReport:
+    """What is served now. Starts nothing."""
+    deployment = Deployment(experiment=experiment)
+    champion, previous = tracking.champion(experiment), tracking.previous(experiment)
+    word, state = None, None
+    where = address or _local_address(experiment)
+    if where is not None:
+        with cluster.connected(where, ours=address is None):
+            word, state = deployment.status(), deployment.state()
+    return StatusReport(
+        application=deployment.name,
+        url=deployment.url,
+        address=where,
+        status=word,
+        state=state,
+        champion_run_id=champion.run_id if champion else None,
+        previous_run_id=previous.run_id if previous else None,
+    )
+
+
+def stop(experiment: Experiment, *, address: str | None = None, say: Say = lambda _: None) -> bool:
+    """End the application, and the local head when it was the last one in it. False when nothing ran."""
+    where = address or _local_address(experiment)
+    if where is None:
+        return cluster.stop_head(_folder(experiment))
+    with _alone(experiment):
+        with cluster.connected(where, ours=address is None):
+            deployment = Deployment(experiment=experiment)
+            ran = deployment.exists()
+            if ran:
+                deployment.delete()
+                say(f"{deployment.name} is stopped")
+            others = other_applications(deployment.name)
+        if address is None and not others:
+            cluster.stop_head(_folder(experiment))
+            say("the local Ray head is stopped")
+        elif address is None:
+            say(f"the local Ray head stays for {', '.join(others)}")
+    return ran or address is None
+
+
+@contextlib.contextmanager
+def _cluster(experiment: Experiment, address: str | None, placement: Placement, say: Say) -> Iterator[None]:
+    """Connected to the cluster that the service lives in, started if it is ours to start and can hold the engine."""
+    ours, started = address is None, False
+    if address is None:
+        address = _local_address(experiment)
+    if address is None:
+        say("starting a local Ray head")
+        address, started = cluster.start_head(_folder(experiment)).address, True
+    try:
+        with cluster.connected(address, ours=ours):
+            cluster.require_room(placement, experiment.serving.replicas)
+            started = False
+            yield
+    finally:
+        if started:
+            # It holds nothing: what it was started for does not fit on this machine.
+            cluster.stop_head(_folder(experiment))
+
+
+def _folder(experiment: Experiment) -> Path:
+    return Path(experiment.tracking.folder).absolute() / "serving"
+
+
+def _local_address(experiment: Experiment) -> str | None:
+    head = cluster.local_head(_folder(experiment))
+    return head.address if head else None
+
+
+@contextlib.contextmanager
+def _alone(experiment: Experiment) -> Iterator[None]:
+    """One promotion at a time: two would replace each other's engines."""
+    folder = _folder(experiment)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MachineError(f"{folder}: cannot be written: {error.strerror}") from None
+    with claims.locked(folder / "lock") as free:
+        if not free:
+            raise ConfigError(f"{folder}: another promotion is under way; wait for it to end")
+        yield
+
+
+def _api_key(experiment: Experiment) -> str | None:
+    """The key that clients must show. Raises ConfigError when one is needed and there is none."""
+    serving = experiment.serving
+    key = os.environ.get(serving.api_key_env) if serving.api_key_env else None
+    if serving.api_key_env and not key:
+        raise ConfigError(f"serving.api_key_env: the environment variable {serving.api_key_env} is not set or empty")
+    if key is None and not is_loopback(serving.host):
+        raise ConfigError(
+            f"serving.host: {serving.host} can be reached by others and no key is asked for; set serving.api_key_env "
+            "to the name of an environment variable that holds one, or serve on 127.0.0.1"
+        )
+    return key
