@@ -5,12 +5,12 @@
     python tests/fake_engine.py llamacpp -m MODEL --port 8000 --metrics
 
 It takes the real command lines, prints the recorded start, serves the real endpoints and counts what it serves, so
-the code under test cannot tell it from an engine. Four bytes of text are one token; the first token of an answer comes
-alone, then every step brings one token plus those accepted. The answer depends on the prompt only, so k does not
-change the text. Unless told otherwise (GET only what OPEN_PATHS in fake/server.py lists) the API key is asked for.
+the code under test cannot tell it from an engine. Four bytes of text are one token. The first token of an answer comes
+alone; then every step brings one token plus those accepted. The text depends on the prompt only, so k does not change
+it. The API key, where one is given, is asked for as the real servers do: vLLM on /v1, the others nearly everywhere.
 
 FAKE_ENGINE (JSON) changes what it does; FAKE_ENGINE_FILE names a file with the same, FAKE_ENGINE wins.
-"Request n" counts completions from 1 on, warm-up included. Times are seconds, "" marks an option's default.
+"Request n" counts completions from 1 on, warm-up included. Times are seconds; the default stands in parentheses.
 
 Speed
   seed                 changes texts and noise (0)

@@ -15,7 +15,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from fake import logs
-from fake.behaviour import DEFAULT_ACCEPTANCE, Behaviour
+from fake.behaviour import DEFAULT_ACCEPTANCE, Behaviour, load
 from fake.counters import Counters
 from fake.flags import parse
 from fake.generation import Job
@@ -368,6 +368,27 @@ def test_models_come_before_health_and_completions_last(fake_engine):
     assert error.value.code == 500
     time.sleep(1.0)
     assert events(ask(engine, chat(engine)))[-1]["usage"]["completion_tokens"] == 40
+
+
+def test_llama_and_sglang_answer_503_while_they_load(fake_engine):
+    llama = fake_engine("llamacpp", wait=False, load_s=1.5)
+    until(lambda: status(llama, "/health") is not None)
+    assert (status(llama, "/health"), status(llama, "/v1/models")) == (503, 503)
+    until(lambda: status(llama, "/health") == 200)
+    sglang = fake_engine("sglang", wait=False, health_late_s=1.5)
+    until(lambda: status(sglang, "/v1/models") == 200)
+    assert status(sglang, "/health") == 503
+    until(lambda: status(sglang, "/health") == 200)
+
+
+def test_wishes_come_from_a_file_and_the_environment(tmp_path):
+    path = tmp_path / "wishes.json"
+    path.write_text('{"seed": 1, "ttft_s": 0.5}', encoding="utf-8")
+    wishes = load({"FAKE_ENGINE_FILE": str(path), "FAKE_ENGINE": '{"seed": 2}'})
+    assert (wishes.seed, wishes.ttft_s) == (2, 0.5)
+    for wrong in ('{"no_such_wish": 1}', '{"faults": {"no_such_fault": 1}}'):
+        with pytest.raises(ValueError, match="no_such"):
+            load({"FAKE_ENGINE": wrong})
 
 
 def test_a_silent_load_prints_nothing_for_a_while(fake_engine):
