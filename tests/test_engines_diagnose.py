@@ -273,6 +273,8 @@ SGLANG_MESSAGES = [
         "pre_model_load_memory=1.0",
         "gpu_memory_busy",
     ),
+    ("ValueError: nccl_port at 30001 is not available in 30 seconds. nccl_port is used", "port_taken"),
+    ("RuntimeError: Rank 0 scheduler died during initialization (exit code: -9). If exit code is -9", "killed"),
     ("Exception: Capture cuda graph failed: CUBLAS_STATUS_INTERNAL_ERROR\nPossible solutions:", "graph_capture_failed"),
     ("AssertionError", "unknown"),
 ]
@@ -312,9 +314,18 @@ LLAMA_MESSAGES = [
         "model_missing",
     ),
     (
+        "0.00.300.001 E ggml_backend_cuda_buffer_type_alloc_buffer: allocating 999.00 MiB on device 0: cudaMalloc "
+        "failed: out of memory\n"
         "0.00.300.001 E llama_init_from_model: failed to initialize the context: failed to allocate buffer for kv "
         "cache",
         "kv_cache_too_small",
+    ),
+    (
+        "0.00.200.001 I srv    load_model: loading model '/models/x.gguf'\n"
+        "0.00.300.001 E ggml_backend_cuda_buffer_type_alloc_buffer: allocating 999.00 MiB on device 0: cudaMalloc "
+        "failed: out of memory\n"
+        "0.00.300.001 E llama_model_load: error loading model: unable to allocate CUDA0 buffer",
+        "weights_too_large",
     ),
 ]
 
@@ -524,6 +535,22 @@ def test_exit_codes_where_the_log_tells_nothing(
     assert (found.status, found.cause) == (status, cause)
     assert word in found.summary
     assert ENGINES[kind].diagnose("", exit_code).cause == cause
+
+
+def test_ranks_that_an_error_took_along_do_not_hide_it() -> None:
+    log = sglang_log("RuntimeError: something new") + (
+        "[2026-11-29 14:27:54] Subprocess detokenizer (pid=7) crashed with exit code -9. Triggering SIGQUIT\n"
+        "Traceback (most recent call last):\n  File 'x'\n"
+        "RuntimeError: Rank 1 scheduler died during initialization (exit code: -9).\n"
+    )
+    found = ENGINES["sglang"].diagnose(log, -9)
+    assert found.cause == "unknown"
+    assert "something new" in found.summary
+
+
+def test_the_process_that_was_killed_is_named() -> None:
+    message = "RuntimeError: Worker proc VllmWorker-1 died unexpectedly (exit code: -9), shutting down executor."
+    assert "SIGKILL to Worker proc VllmWorker-1" in ENGINES["vllm"].diagnose(message, 1).summary
 
 
 def test_a_signal_after_a_known_error_is_that_error() -> None:

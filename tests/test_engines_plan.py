@@ -126,6 +126,8 @@ def test_llamacpp_line() -> None:
             {"speculative_config.num_speculative_tokens": 3},
             ["--speculative-config.num_speculative_tokens", "3"],
         ),
+        ("vllm", {"kernel-config.enable_jit_warmup": False}, ["--kernel-config.enable_jit_warmup", "false"]),
+        ("vllm", {"compilation-config.sizes": [1, 2]}, ["--compilation-config.sizes", "[1,2]"]),
         ("vllm", {"revision": "6e1234"}, ["--revision", "6e1234"]),
         ("vllm", {"x": 0.00001}, ["-x", "1e-05"]),
         ("sglang", {"cuda_graph_bs": [1, 2, 4]}, ["--cuda-graph-bs", "1", "2", "4"]),

@@ -66,7 +66,7 @@ def explain(log_text: str, exit_code: int | None, patterns: Iterable[FactPattern
         lines = rejoined if found else lines
     if exit_code is None:
         return _living(lines, found, facts)
-    if found is None:
+    if found is None or (found[0].code == "killed" and _failed_before(found, lines)):
         return _without_rule(lines, exit_code, facts)
     return _told(*found, lines=lines, facts=facts)
 
@@ -95,6 +95,12 @@ def _find(lines: Sequence[Line]) -> tuple[Rule, re.Match[str], Block] | None:
         if best:
             return best[1]
     return None
+
+
+def _failed_before(found: tuple[Rule, re.Match[str], Block], lines: Sequence[Line]) -> bool:
+    """Whether an error came first: an engine that ends on it kills its other processes."""
+    place = found[2].index_at(found[1].start())
+    return first_traceback([line for line in lines if line.index < place], _DERIVED) is not None
 
 
 def _living(

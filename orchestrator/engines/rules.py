@@ -182,8 +182,13 @@ RULES: tuple[Rule, ...] = (
         "out_of_memory",
         r"(?:OutOfMemoryError: )?(?:CUDA|HIP|XPU) out of memory\.?"
         r"(?: Tried to allocate <oom_tried> (?P<oom_unit>[KMG]iB)\.)?"
-        r"|OutOfMemoryError|cudaMalloc failed: out of memory|CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"
-        r"|unable to allocate \S+ buffer|failed to allocate compute \w+ buffers",
+        r"|OutOfMemoryError|CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY",
+    ),
+    # llama.cpp says first that memory ran out and then for what.
+    _rule(
+        "out_of_memory",
+        r"cudaMalloc failed: out of memory|unable to allocate \S+ buffer|failed to allocate compute \w+ buffers",
+        weak=True,
     ),
     # The environment.
     _rule("module_missing", r"No module named '?(?P<module>[\w.]*\w)'?", weak=True),
@@ -214,7 +219,9 @@ RULES: tuple[Rule, ...] = (
     _rule("toolchain_missing", r"No such file or directory: '[^']*(?:nvcc|ninja)'", weak=True),
     _rule("command_missing", r"command not found|Permission denied: '[^']*bin/", weak=True),
     _rule(
-        "port_taken", r"[Aa]ddress already in use|EADDRINUSE|Port is already in use|couldn't bind HTTP server socket"
+        "port_taken",
+        r"[Aa]ddress already in use|EADDRINUSE|Port is already in use|_port at \d+ is not available"
+        r"|couldn't bind HTTP server socket",
     ),
     _rule("cache_broken", r"UnpicklingError|pickle data was truncated|EOFError: Ran out of input", weak=True),
     _rule("disk_full", r"No space left on device"),
@@ -236,8 +243,8 @@ RULES: tuple[Rule, ...] = (
     _rule("communication_failed", r"NCCL error|ncclSystemError|ncclUnhandledCudaError|DistBackendError", weak=True),
     _rule(
         "killed",
-        r"(?:Worker proc|Process|worker) (?P<who>\S+) .{0,60}?(?:died|exited|terminated).{0,40}?exit ?code:? "
-        r"(?P<died>-\d+)",
+        r"(?P<who>(?:Worker proc|Process|Subprocess|Rank|Scheduler or DataParallelController) \S+).{0,40}?"
+        r"(?:died|crashed|terminated|exited).{0,40}?(?:exit ?code:?|with) (?P<died>-(?:4|6|7|8|9|11))\b",
         weak=True,
     ),
 )

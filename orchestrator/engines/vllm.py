@@ -135,6 +135,9 @@ def _prefix_hits(page: Page) -> float | None:
 
 
 def _render(flag: str, value: Any) -> list[str]:
+    if "." in flag:
+        # Part of a JSON value: --compilation-config.pass_config.enable_x false.
+        return [flag, scalar(value)]
     if isinstance(value, bool) and not value:
         return [] if flag in _PLAIN_SWITCHES else [f"--no-{flag.removeprefix('--')}"]
     if value is True:
