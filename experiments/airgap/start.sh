@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# On the air-gapped host, in the project's folder: run experiments one after another in a session of their own, which
+# outlives the command that started it. Finished trials are skipped, so it may be started again.
+#   start.sh CONF...          progress in runs/NAME.log, exit code in runs/NAME.rc; runs/chain.pid tells the session
+set -euo pipefail
+mkdir -p runs
+if [ -f runs/chain.pid ] && kill -0 "$(cat runs/chain.pid)" 2>/dev/null; then
+  echo "still running: session $(cat runs/chain.pid)"
+  exit 1
+fi
+: "${CUDA_HOME:=$(dirname "$(dirname "$(readlink -f "$(command -v nvcc)")")")}"
+export CUDA_HOME
+# Everything compiled at first use lands under HOME, where save.sh finds it.
+export CUTE_DSL_CACHE_DIR=$HOME/.cache/cutlass
+# No network: nothing is looked up, nobody is told.
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0
+# The machine's memory grows as it is used; Ray would take the small beginning for the whole and kill the engine.
+export RAY_memory_monitor_refresh_ms=0
+# Multicast stays off for every process here, not only for the engines that the machine files speak of.
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
+setsid bash -c '
+  echo $$ >runs/chain.pid
+  for conf in "$@"; do
+    name=$(basename "$conf" .yaml)
+    rm -f "runs/$name.rc"
+    .engines/orchestrator/bin/python -m orchestrator tune "$conf" --resume >>"runs/$name.log" 2>&1
+    echo $? >"runs/$name.rc"
+  done
+  rm -f runs/chain.pid
+' chain "$@" </dev/null >/dev/null 2>&1 &
+echo "started: $*"
