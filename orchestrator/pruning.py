@@ -47,9 +47,14 @@ GIVES_KV_MEMORY = frozenset({"gpu-memory-utilization", "mem-fraction-static", "k
 PRIOR_NOISE = 0.03
 PRIOR_WEIGHT = 4
 # Standard deviations that the repeats still to come may move a result by, before it is given up.
-GIVEN_UP = 3.0
+GIVEN_UP = 1.6
 # A median of few repeats spreads more than their mean does.
 MEDIAN_OVER_MEAN = 1.25
+# Two-sided 95% points of Student's t by degrees of freedom: how far apart two results of few repeats can be a tie.
+TIE_T95 = {0: 12.71, 1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}
+TIE_T95_MORE = 2.57
+# To win against a preferred incumbent a result must end this many standard errors above it, or better.
+AHEAD = 2.0
 
 
 def hopeless(spec: TrialSpec, results: Sequence[TrialResult]) -> str | None:
@@ -111,9 +116,11 @@ def clearly_worse(
     noise, done = _noise(best), min(map(len, mine.values()))
     planned = max(done, min(incumbent.spec.workloads[metric.partition("/")[0]].repeats for metric in mine))
     may_move = GIVEN_UP * MEDIAN_OVER_MEAN * noise * math.sqrt(1 / done - 1 / planned)
-    tie = math.log1p(objective.tie) if objective.tie is not None else 2 * noise * math.sqrt(2 / planned)
-    loses_ties = complete and spec is not None and prefers(objective, incumbent.spec, spec)
-    return gain + may_move < (tie if loses_ties else -tie)
+    error = noise * math.sqrt(2 / planned)
+    if complete and spec is not None and prefers(objective, incumbent.spec, spec):
+        return gain + may_move < (AHEAD * error if objective.tie is None else math.log1p(objective.tie))
+    within = TIE_T95.get(planned - 1, TIE_T95_MORE) * error if objective.tie is None else math.log1p(objective.tie)
+    return gain + may_move < -within
 
 
 def _series(weights: Mapping[str, float], measurements: Mapping[str, Measurement]) -> dict[str, tuple[float, ...]]:
@@ -131,11 +138,10 @@ def _series(weights: Mapping[str, float], measurements: Mapping[str, Measurement
 
 def _combined(series: Mapping[str, tuple[float, ...]], weights: Mapping[str, float]) -> float:
     """The objective at the medians; a metric that is not there yet adds no time."""
-    medians = {metric: statistics.median(values) for metric, values in series.items()}
-    combined = weighted_mean(medians, weights)
+    combined = weighted_mean({metric: statistics.median(values) for metric, values in series.items()}, weights)
     if combined is None:
-        raise ValueError(f"no positive value to combine in {medians}")
-    return combined
+        raise ValueError(f"nothing to combine in {dict(series)}")
+    return combined if len(series) == len(weights) else combined / sum(weights[metric] for metric in series)
 
 
 def _noise(series: Mapping[str, tuple[float, ...]]) -> float:
