@@ -191,7 +191,7 @@ def measure_windows(windows: Sequence[Window], warm_up: Sequence[RequestTrace] =
     quantities["chunk_gap_s"] = over_repeats(repeats["chunk_gap_s"], gaps_s)
     quantities["chunk_gap_p99_s"] = tails("chunk_gap_s", gaps_s)["chunk_gap_p99_s"]
     lags_s = tails("client_lag_s", [lag for window in windows for lag in window.loop_lags_s])
-    quantities["client_lag_p99_s"] = lags_s["client_lag_p99_s"]
+    quantities.update({name: lags_s[name] for name in ("client_lag_p90_s", "client_lag_p99_s")})
     for name, window_formula in PER_WINDOW.items():
         repeats[name] = tuple(window_formula(window) for window in windows)
         quantities[name] = over_repeats(repeats[name])

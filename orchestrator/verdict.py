@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from orchestrator.config import Workload
-from orchestrator.metrics import Measurement, RequestTrace, Window, counters_reset, ttft_s
-from orchestrator.quantity import median
+from orchestrator.metrics import Measurement, RequestTrace, Window, chunk_gaps_s, counters_reset, ttft_s
+from orchestrator.quantity import median, over
 
 
 class Level(StrEnum):
@@ -69,21 +69,25 @@ LEVELS: Mapping[str, Level] = {
     "synthetic_acceptance": Level.SUSPECT,
     "random_prompts": Level.SUSPECT,
     "ramp_and_drain": Level.SUSPECT,
+    "client_jitter": Level.VALID,
     "bunched_chunks": Level.VALID,
     "first_chunk_assumed": Level.VALID,
 }
 _ORDER = (Level.VALID, Level.SUSPECT, Level.INVALID)
 
 MAX_LOOP_LAG_S = 0.005
-MAX_LOOP_LAG_SHARE = 0.02
+MIN_LAG_SAMPLES = 20
 MAX_CLIENT_CPU = 0.9
 MIN_REPEATS = 3
 MAX_LENGTH_DIFFERENCE = 0.05
 # Prompt tokens per request that may come from the cache when nobody could count the template's: its fixed beginning.
 UNKNOWN_TEMPLATE_TOKENS = 64
 CACHE_SLACK_TOKENS = 4
-MIN_FULL_CONCURRENCY = 0.5
+MIN_FULL_CONCURRENCY = 0.6
 LOW_SECOND_SHARE = 0.25
+FIRST_TOUCH_FACTOR = 3.0
+FIRST_TOUCH_EXCESS_S = 0.25
+BUNCHED_SHARE = 0.1
 LOW_FIRST_POSITION = 0.3
 # Accepted / drafted below which a trained draft of that method is more likely broken than unlucky. From public
 # reports: sound drafts 0.35-0.9, drafts with missing weights or a wrong block size 0.04-0.14.
@@ -116,14 +120,16 @@ def judge(workload: Workload, measurement: Measurement, windows: Sequence[Window
         _counter_reset(windows),
         _gpu_shared(evidence),
         _client_late(measurement),
+        _client_jitter(measurement),
         _compile_in_window(evidence),
         _first_touch_outlier(answered),
         _degenerate_output(workload, answered),
         _acceptance_collapse(measurement, evidence),
         _few_repeats(windows),
+        _synthetic_acceptance(evidence),
         _random_prompts(workload, evidence),
         _ramp_and_drain(workload, measurement),
-        *_notes(measurement, answered),
+        *_notes(answered),
     ]
     return verdict_of(reason for reason in found if reason is not None)
 
@@ -201,18 +207,26 @@ def _gpu_shared(evidence: Evidence) -> Reason | None:
 
 
 def _client_late(measurement: Measurement) -> Reason | None:
-    lag = measurement.metrics.get("client_lag_p99_s")
-    lag_s = lag.value if lag is not None else 0.0
-    answer = measurement.metrics.get("e2e_s")
-    # Beside an answer of many seconds a later stamp is lost in the digits; beside a short one it is not.
-    allowed_s = max(MAX_LOOP_LAG_S, MAX_LOOP_LAG_SHARE * answer.value if answer is not None else 0.0)
+    """Late as a rule (one wake-up in ten) or out of CPU: every stamp is in doubt, not only the rare late one."""
+    lag = measurement.metrics.get("client_lag_p90_s")
+    lag_s = lag.value if lag is not None and lag.n >= MIN_LAG_SAMPLES else 0.0
     cpu = max((x for x in measurement.repeats.get("client_cpu_share", ()) if x is not None), default=0.0)
-    if lag_s <= allowed_s and cpu <= MAX_CLIENT_CPU:
+    if lag_s <= MAX_LOOP_LAG_S and cpu <= MAX_CLIENT_CPU:
         return None
     return Reason(
         code="client_late",
-        detail=f"the client itself was the bottleneck: event loop late by {lag_s * 1e3:.1f} ms (p99), "
+        detail=f"the client itself was the bottleneck: event loop late by {lag_s * 1e3:.1f} ms (p90), "
         f"{cpu:.0%} of one core",
+    )
+
+
+def _client_jitter(measurement: Measurement) -> Reason | None:
+    lag = measurement.metrics.get("client_lag_p99_s")
+    if lag is None or lag.value <= MAX_LOOP_LAG_S:
+        return None
+    return Reason(
+        code="client_jitter",
+        detail=f"one stamp in a hundred is late by {lag.value * 1e3:.1f} ms or more: medians hold, tails may not",
     )
 
 
@@ -226,16 +240,17 @@ def _compile_in_window(evidence: Evidence) -> Reason | None:
 
 
 def _first_touch_outlier(answered: Sequence[RequestTrace]) -> Reason | None:
-    """The first measured request of a shape is far slower to start than the others of that shape."""
-    for shape in dict.fromkeys(t.shape for t in answered):
-        first, *rest = [ttft_s(t) for t in answered if t.shape == shape]
-        usual = median(rest)
-        if first is None or usual is None or len(rest) < 2:
+    """A prompt that was far slower to start in its first repeat than in the later ones: something was made for it."""
+    for index in sorted({t.index for t in answered}):
+        first, *later = [ttft_s(t) for t in answered if t.index == index]
+        usual = median(later)
+        if first is None or usual is None or len(later) < 2:
             continue
-        if first > max(5 * usual, usual + 0.5) and first > 2 * max(x for x in rest if x is not None):
+        if first > max(FIRST_TOUCH_FACTOR * usual, usual + FIRST_TOUCH_EXCESS_S):
             return Reason(
                 code="first_touch_outlier",
-                detail=f"the first request of shape {shape} took {first:.3f} s to a token, the others {usual:.3f} s",
+                detail=f"prompt {index} took {first:.3f} s to a token in its first repeat and {usual:.3f} s later: "
+                "warm-up has missed a shape",
             )
     return None
 
@@ -306,13 +321,14 @@ def _few_repeats(windows: Sequence[Window]) -> Reason | None:
     return Reason(code="few_repeats", detail=f"{len(windows)} repeats, {MIN_REPEATS} are needed to see the noise")
 
 
+def _synthetic_acceptance(evidence: Evidence) -> Reason | None:
+    if not evidence.synthetic_acceptance:
+        return None
+    return Reason(code="synthetic_acceptance", detail="acceptance is set by hand: comparable only with its like")
+
+
 def _random_prompts(workload: Workload, evidence: Evidence) -> Reason | None:
-    if evidence.synthetic_acceptance:
-        return Reason(
-            code="synthetic_acceptance",
-            detail="acceptance is set by hand, comparable only with trials that set the same",
-        )
-    if workload.kind != "tokens" or not evidence.proposals:
+    if workload.kind != "tokens" or not evidence.proposals or evidence.synthetic_acceptance:
         return None
     return Reason(code="random_prompts", detail="acceptance on random token ids says nothing about real text")
 
@@ -327,12 +343,13 @@ def _ramp_and_drain(workload: Workload, measurement: Measurement) -> Reason | No
     )
 
 
-def _notes(measurement: Measurement, answered: Sequence[RequestTrace]) -> Iterator[Reason]:
-    gap_s, tpot = measurement.metrics.get("chunk_gap_s"), measurement.metrics.get("chunk_gap_mean_s")
-    if gap_s is not None and tpot is not None and gap_s.value < 0.1 * tpot.value:
+def _notes(answered: Sequence[RequestTrace]) -> Iterator[Reason]:
+    gaps_s = chunk_gaps_s(answered)
+    usual_s, mean_s = median(gaps_s), over(sum(gaps_s), len(gaps_s))
+    if usual_s is not None and mean_s is not None and usual_s < BUNCHED_SHARE * mean_s:
         yield Reason(
             code="bunched_chunks",
-            detail=f"chunks arrive in bunches (median gap {gap_s.value * 1e3:.2f} ms, mean {tpot.value * 1e3:.2f} ms): "
+            detail=f"chunks arrive in bunches (median gap {usual_s * 1e3:.2f} ms, mean {mean_s * 1e3:.2f} ms): "
             "their gaps say nothing, tpot_s holds",
         )
     if any(t.chunk_tokens is None and (t.completion_tokens or 0) > 1 for t in answered):
