@@ -207,6 +207,18 @@ def test_speed_over_k_has_one_maximum_inside_the_range():
     assert falling == sorted(falling, reverse=True)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 7, 63, 199, 1023])
+def test_every_length_and_phase_has_the_same_speed(num_tokens):
+    launch = parse(["vllm", "m", *DSPARK_6], Behaviour())
+    pace = Pace(launch, Behaviour(curve={"6": 400.0}))
+    for phase in (0.0, 0.123, 0.5, 0.999):
+        taken, step_s = pace.steps(1, num_tokens, phase)
+        last = num_tokens - sum(1 + t for t in taken[:-1])
+        assert (len(taken) - 1 + last / (1 + taken[-1])) * step_s == pytest.approx(num_tokens / 400)
+        if num_tokens > 1000:
+            assert step_s == pytest.approx(pace.step_s, rel=0.02)
+
+
 def test_sixty_four_streams_keep_their_schedule(fake_engine):
     engine = fake_engine("vllm", tokens_per_s=80)
 

@@ -180,16 +180,16 @@ async def _steps(state: State, job: Job) -> AsyncGenerator[Piece]:
         sink.generation_tokens += 1
     job.prefill_s, first_s, total = due - begun, due, 1
     yield Piece([next(words)], 1)
-    factor, accepted = pace.request_factor(job.number), pace.accepted(job.number, (seed % 1000) / 1000)
+    steps, step_s = pace.steps(job.number, job.num_tokens - 1, (seed % 1000) / 1000)
+    step_s *= pace.request_factor(job.number)
     hangs = bool(b.hang) and job.number > b.hang.get("after", 0)
-    while total < job.num_tokens:
+    for taken in steps:
         if hangs and job.tally.steps == 1:
             await asyncio.sleep(b.hang["seconds"])
             due = loop.time()
-        taken = next(accepted)
         tokens = min(1 + taken, job.num_tokens - total)
-        # The last step takes its share of the time only, so that the rate of a whole request is exact.
-        due += pace.step_s * factor * tokens / (1 + taken) * (1 + b.batch_cost * (state.counters.running - 1))
+        # A last step that is cut takes its share of the time only.
+        due += step_s * tokens / (1 + taken) * (1 + b.batch_cost * (state.counters.running - 1))
         if (delay := due - loop.time()) > 0:
             await asyncio.sleep(delay)
         total += tokens

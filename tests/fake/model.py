@@ -121,12 +121,26 @@ class Pace:
     def prefill_s(self, uncached_tokens: int) -> float:
         return self.behaviour.ttft_s + uncached_tokens / self.behaviour.prefill_tok_s
 
-    def accepted(self, number: int, phase: float) -> Iterator[int]:
-        """Accepted tokens of each step: an even (golden-ratio) sequence, so that short runs hit the mean too."""
-        after = self.behaviour.collapse_after
-        rates = self.launch.acceptance
-        if after is not None and number > after:
-            rates = (COLLAPSED_ACCEPTANCE + (0.0,) * len(rates))[: len(rates)]
-        for step in itertools.count():
-            draw = (phase + step * GOLDEN) % 1.0
-            yield sum(1 for rate in rates if rate > draw)
+    def steps(self, number: int, num_tokens: int, phase: float) -> tuple[list[int], float]:
+        """Accepted tokens of every step that brings `num_tokens`, and the duration of a whole step.
+
+        The draws are an even (golden-ratio) sequence. What a finite number of them misses of the mean is made good
+        in the duration, so that the decode speed of every request is the one that was set.
+        """
+        rates = self._rates(number)
+        taken: list[int] = []
+        total, whole_steps = 0, 0.0
+        while total < num_tokens:
+            draw = (phase + len(taken) * GOLDEN) % 1.0
+            taken.append(sum(1 for rate in rates if rate > draw))
+            tokens = min(1 + taken[-1], num_tokens - total)
+            total += tokens
+            whole_steps += tokens / (1 + taken[-1])
+        due_steps = num_tokens / (1 + sum(rates))
+        return taken, self.step_s * due_steps / whole_steps if taken else self.step_s
+
+    def _rates(self, number: int) -> tuple[float, ...]:
+        after, rates = self.behaviour.collapse_after, self.launch.acceptance
+        if after is None or number <= after:
+            return rates
+        return (COLLAPSED_ACCEPTANCE + (0.0,) * len(rates))[: len(rates)]
