@@ -321,6 +321,11 @@ LLAMA_MESSAGES = [
         "kv_cache_too_small",
     ),
     (
+        "0.00.300.001 E alloc_tensor_range: failed to allocate CPU buffer of size 437944320\n"
+        "0.00.300.001 E llama_model_load: error loading model: unable to allocate CPU buffer",
+        "host_out_of_memory",
+    ),
+    (
         "0.00.200.001 I srv    load_model: loading model '/models/x.gguf'\n"
         "0.00.300.001 E ggml_backend_cuda_buffer_type_alloc_buffer: allocating 999.00 MiB on device 0: cudaMalloc "
         "failed: out of memory\n"
@@ -499,6 +504,22 @@ def test_unknown_stays_unknown_with_the_first_traceback() -> None:
     assert "Engine core initialization failed" not in found.evidence
 
 
+def test_a_log_that_only_says_that_something_failed_names_no_cause() -> None:
+    log = "Traceback (most recent call last):\n  File 'x'\nRuntimeError: Engine core initialization failed. See root\n"
+    found = ENGINES["vllm"].diagnose(log, 1)
+    assert found.summary == "the engine ended and its log names no cause (exit code 1)"
+    assert "Engine core initialization failed" in (found.evidence or "")
+
+
+def test_a_refused_choice_stays_one_readable_sentence() -> None:
+    choices = ", ".join(f"'parser_{number}'" for number in range(200))
+    log = f"usage: x [-h]\nx: error: argument --tool-call-parser: invalid choice: 'y' (choose from {choices})\n"
+    found = ENGINES["vllm"].diagnose(log, 2)
+    assert found.cause == "bad_value"
+    assert "--tool-call-parser: invalid choice: 'y'" in found.summary
+    assert len(found.summary) < 250
+
+
 def test_of_a_chain_the_first_exception_is_told() -> None:
     chain = (
         "Traceback (most recent call last):\n  File 'a.py', line 1\n    f()\nKeyError: 'root'\n\n"
@@ -551,6 +572,13 @@ def test_ranks_that_an_error_took_along_do_not_hide_it() -> None:
 def test_the_process_that_was_killed_is_named() -> None:
     message = "RuntimeError: Worker proc VllmWorker-1 died unexpectedly (exit code: -9), shutting down executor."
     assert "SIGKILL to Worker proc VllmWorker-1" in ENGINES["vllm"].diagnose(message, 1).summary
+
+
+def test_sglang_errors_without_a_level_are_heard() -> None:
+    line = "[2026-11-29 14:27:54] Subprocess scheduler_0 (pid=7) crashed with exit code -9. Triggering SIGQUIT\n"
+    found = ENGINES["sglang"].diagnose(line, -3)
+    assert (found.status, found.cause) == (INFRASTRUCTURE, "killed")
+    assert "SIGKILL to Subprocess scheduler_0" in found.summary
 
 
 def test_a_signal_after_a_known_error_is_that_error() -> None:

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from orchestrator.engines.base import Diagnosis, Engine, EngineStats, Fact, LaunchPlan, TrialStatus
+from orchestrator.engines.explain import compile_lines, override_lines
 from orchestrator.engines.llamacpp import LlamaCpp
 from orchestrator.engines.sglang import SGLang
 from orchestrator.engines.vllm import VLLM
 
 ENGINES: dict[str, Engine] = {engine.kind: engine for engine in (VLLM(), SGLang(), LlamaCpp())}
 
-__all__ = ["ENGINES", "Diagnosis", "Engine", "EngineStats", "Fact", "LaunchPlan", "TrialStatus"]
+__all__ = [
+    "ENGINES",
+    "Diagnosis",
+    "Engine",
+    "EngineStats",
+    "Fact",
+    "LaunchPlan",
+    "TrialStatus",
+    "compile_lines",
+    "override_lines",
+]

@@ -27,6 +27,7 @@ from orchestrator.engines.logs import (
 from orchestrator.engines.rules import DRAFT_WEIGHTS, PACKAGES, RULES, Rule
 
 _EVIDENCE_CHARS = 4000
+_WORD_CHARS = 160
 _UNITS_GIB = {"KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0}
 # Exceptions that only report another process's end.
 _DERIVED = re.compile(
@@ -196,7 +197,9 @@ def _without_rule(lines: Sequence[Line], exit_code: int, facts: Mapping[str, Fac
     summary = cause.summary.format(signal=name)
     if code == "unknown":
         summary = (
-            f"{summary}: {traceback[0]}" if traceback else f"the engine ended without an error (exit code {exit_code})"
+            f"{summary}: {traceback[0]}"
+            if traceback
+            else f"the engine ended and its log names no cause (exit code {exit_code})"
         )
     return Diagnosis(
         status=cause.status, cause=code, summary=summary, lever=cause.lever, evidence=evidence, facts=facts
@@ -215,4 +218,5 @@ def _numbers(words: Mapping[str, str], evidence: str) -> dict[str, Fact]:
 def _filled(template: str, words: Mapping[str, str]) -> str:
     """The words of the log in the braces of a sentence; what the log did not say is "a value"."""
     plain = {name: re.sub(r"^(\d+)\.0+$", r"\1", " ".join(text.split())) for name, text in words.items()}
+    plain = {name: text if len(text) <= _WORD_CHARS else f"{text[:_WORD_CHARS]}..." for name, text in plain.items()}
     return re.sub(r"\{(\w+)\}", lambda hole: plain.get(hole[1], "a value"), template)

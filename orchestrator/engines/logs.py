@@ -41,7 +41,10 @@ _LEVELLED = [
 ]
 _QUIET = {"DEBUG", "INFO", "WARNING", "D", "I", "W"}
 # SGLang's own error messages carry no level; these announce a traceback or say what failed.
-_SPOKEN_ERROR = re.compile(r"hit an exception|Traceback \(most recent|(?:Prefill|Decode) out of memory|already in use")
+_SPOKEN_ERROR = re.compile(
+    r"hit an exception|Traceback \(most recent|(?:Prefill|Decode) out of memory|already in use|crashed with exit code"
+    r"|terminated with -|Watchdog timeout"
+)
 
 TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = re.compile(r"^(?:During handling of the above exception|The above exception was the direct cause)")

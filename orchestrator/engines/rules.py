@@ -174,7 +174,7 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "host_out_of_memory",
         r"DefaultCPUAllocator: (?:can't|not enough)|Cannot allocate memory|\bMemoryError\b|std::bad_alloc"
-        r"|oom-kill|Out of memory: Killed process",
+        r"|oom-kill|Out of memory: Killed process|(?:unable|failed) to allocate CPU buffer",
     ),
     _rule("weights_too_large", r"Failed to load model - not enough GPU memory"),
     _rule("out_of_memory_load", r"(?:Prefill|Decode) out of memory\. Try to lower your batch size"),
@@ -187,7 +187,7 @@ RULES: tuple[Rule, ...] = (
     # llama.cpp says first that memory ran out and then for what.
     _rule(
         "out_of_memory",
-        r"cudaMalloc failed: out of memory|unable to allocate \S+ buffer|failed to allocate compute \w+ buffers",
+        r"cudaMalloc failed: out of memory|unable to allocate (?!CPU)\S+ buffer|failed to allocate compute \w+ buffers",
         weak=True,
     ),
     # The environment.
