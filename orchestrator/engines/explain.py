@@ -1,4 +1,4 @@
-"""An engine's log and exit code -> Diagnosis. The same for every engine; what they say is data in rules.py and causes.py.
+"""An engine's log and exit code -> Diagnosis. The same for every engine: what each says is data (rules.py, causes.py).
 
 The last line of a log is rarely the cause: several processes end one after the other and the parent speaks last.
 The first sentence that a rule knows is taken, specific rules before weak ones; nothing known stays `unknown`.
