@@ -9,12 +9,13 @@ for _name, _value in {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }.items():
     os.environ.setdefault(_name, _value)
 
 from orchestrator.tracking.champion import champion, previous, roll_back_champion, set_champion
 from orchestrator.tracking.reading import Recorded, last_campaign, load_run
-from orchestrator.tracking.store import store_uri, ui_command
+from orchestrator.tracking.store import runs_page, store_uri, ui_command
 from orchestrator.tracking.tracker import Tracker, replay
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "previous",
     "replay",
     "roll_back_champion",
+    "runs_page",
     "set_champion",
     "store_uri",
     "ui_command",

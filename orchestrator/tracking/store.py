@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 from mlflow import MlflowClient
 from mlflow.entities import Run
@@ -34,6 +35,21 @@ def ui_command(experiment: Experiment, port: int) -> list[str]:
         raise TrackingError(f"tracking: {uri} is an MLflow server and shows its UI itself: open it in a browser")
     command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri]
     return [*command, "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+
+
+def runs_page(experiment: Experiment, ui_url: str) -> str:
+    """The address, in the UI at `ui_url`, of this experiment's runs, the fastest first. Its start page when unknown."""
+    uri = store_uri(experiment)
+    with border(uri, "cannot be read"):
+        found = None if is_missing(uri) else connect(uri).get_experiment_by_name(experiment.tracking_name)
+    if found is None:
+        return ui_url
+    # Sorted by a metric the trials stand side by side; sorted by time they are hidden under their campaign.
+    name = (experiment.objective.metric or "decode_tok_s").rpartition("/")[2]
+    order = quote(f"metrics.`{name}`")
+    ascending = "true" if experiment.objective.mode == "min" else "false"
+    query = f"orderByKey={order}&orderByAsc={ascending}&workflowType=machine_learning"
+    return f"{ui_url.rstrip('/')}/#/experiments/{found.experiment_id}/runs?{query}"
 
 
 def store_uri(experiment: Experiment) -> str:
