@@ -8,9 +8,9 @@ import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
 
-import made_results as made
 import mlflow_server
 import pytest
+import recorded_results as made
 
 from orchestrator import tracking
 from orchestrator.config import Experiment, to_yaml

@@ -16,8 +16,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import made_results as made
 import pytest
+import recorded_results as made
 from mlflow import MlflowClient
 
 from orchestrator import tracking, trial
@@ -259,7 +259,7 @@ DRIVER = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-import made_results as made
+import recorded_results as made
 from dataclasses import replace
 from orchestrator.tracking import Tracker
 folder, name, how = Path(sys.argv[2]), sys.argv[3], sys.argv[4]

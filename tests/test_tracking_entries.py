@@ -6,8 +6,8 @@ import math
 import re
 from dataclasses import replace
 
-import made_results as made
 import pytest
+import recorded_results as made
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -7,16 +7,15 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import made_results as made
 import mlflow_server
 import pytest
+import recorded_results as made
 from mlflow import MlflowClient
 
 from orchestrator import tracking
 from orchestrator.config import Tracking, to_yaml
 from orchestrator.errors import TrackingError
 from orchestrator.tracking import Tracker
-
 
 # A server starts in 7 s on an idle machine and in a minute on a busy one.
 pytestmark = pytest.mark.timeout(600)

@@ -81,7 +81,7 @@ def _workloads(experiment: Experiment, trials: Sequence[TrialResult]) -> list[st
 
 def _workload_table(workload: str, rows: Sequence[TrialResult], best: TrialResult | None) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), title=workload or None, title_justify="left", pad_edge=False)
-    table.add_column("", no_wrap=True)
+    table.add_column("", width=1)
     table.add_column("trial", overflow="fold", min_width=8)
     varying = varying_params(rows)
     for key in varying:
@@ -150,10 +150,10 @@ def _explanations(trials: Sequence[TrialResult]) -> RenderableType:
         for workload, verdict in result.verdicts.items():
             for reason in verdict.reasons:
                 lines.append(Text(f"{result.spec.name}: {workload}: {verdict.level}: {reason.code}: {reason.detail}"))
-    return Group(Text(""), *lines) if lines else Text("")
+    return Group(Text(""), *lines) if lines else Group()
 
 
 def _footnotes(trials: Sequence[TrialResult]) -> RenderableType:
     unused = {"GPU GiB", "RSS GiB"} - {_memory_column(trials)}
     notes = [f"{name}: {text}" for name, text in _FOOTNOTES.items() if name not in unused]
-    return Text("\n* best.  " + ".  ".join(notes) + ".", style="dim")
+    return Text("\n* the best.  " + ".  ".join(notes) + ".", style="dim")
