@@ -8,13 +8,14 @@ import shlex
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import typer
 from rich.console import Console
 
-from orchestrator import config, doctor, environments, plans, report, search, tracking
-from orchestrator.errors import OrchestratorError
+from orchestrator import airgap, config, doctor, environments, plans, report, search, tracking
+from orchestrator import unpack as unpacking
+from orchestrator.errors import ConfigError, OrchestratorError
 
 app = typer.Typer(
     add_completion=False,
@@ -161,11 +162,23 @@ def bench(
     """Measure a server that already runs, exactly as a trial would."""
     from orchestrator import bench as benching
 
-    benched = benching.bench(config.load(conf, overrides), base_url, os.environ.get(api_key_env or ""))
+    if api_key_env and api_key_env not in os.environ:
+        raise ConfigError(f"--api-key-env {api_key_env}: this variable is not set")
+    experiment = config.load(conf, overrides)
+    with people.status("measuring") as status:
+        benched = benching.bench(
+            experiment,
+            base_url,
+            os.environ[api_key_env] if api_key_env else None,
+            lambda name, phase, done, total: status.update(f"{name}: {phase} {done} of {total}"),
+        )
     if as_json:
         _emit(benched.document())
     else:
-        report.people_console(sys.stdout).print(benched.table())
+        table = report.measurements_table({name: run.measurement for name, run in benched.runs.items()})
+        report.people_console(sys.stdout).print(table)
+        for reason in benched.verdict.reasons:
+            _say(f"{benched.verdict.level}: {reason.code}: {reason.detail}")
     if not benched.is_valid:
         raise typer.Exit(1)
 
@@ -204,6 +217,38 @@ def install(name: Annotated[str, typer.Argument(help="a file in conf/engine/envi
     _say(f"installed: {environments.install(name, Path.cwd(), _say)}")
 
 
+@engine_app.command()
+def pack(
+    names: Annotated[list[str], typer.Argument(help="engine environments, or requirements files")],
+    *,
+    out: Annotated[Path, typer.Option(help="folder for the parts")],
+    python: Annotated[str, typer.Option(help="the host's Python")] = "3.12",
+    platform: Annotated[str, typer.Option(help="as uv names it")] = airgap.DEFAULT_PLATFORM,
+    exclude_from: Annotated[Path | None, typer.Option(help="what the host has, NAME or NAME==VERSION a line")] = None,
+    part_mb: Annotated[int, typer.Option(help="size of a part in MB")] = 60,
+) -> None:
+    """Pack environments for a host without a package index; its unpack.py needs only Python there."""
+    airgap.pack(
+        names,
+        Path.cwd(),
+        out,
+        python=python,
+        platform=platform,
+        exclude_from=exclude_from,
+        part_bytes=part_mb * 1_000_000,
+        echo=_say,
+    )
+
+
+@engine_app.command()
+def unpack(
+    folder: Annotated[Path, typer.Argument(help="the parts that `engine pack` wrote")],
+    names: Annotated[list[str] | None, typer.Argument(help="only these")] = None,
+) -> None:
+    """Unpack what `engine pack` wrote into .engines."""
+    unpacking.unpack(folder, Path(".engines"), names or [])
+
+
 @engine_app.command(name="list")
 def list_engines(*, as_json: Json = False) -> None:
     """The engine environments of this folder and their versions."""
@@ -213,6 +258,62 @@ def list_engines(*, as_json: Json = False) -> None:
         return
     rows = [[info.name, info.state, info.engine_version or "", info.python or ""] for info in found]
     report.people_console(sys.stdout).print(report.plain_table(["name", "state", "version", "python"], rows))
+
+
+@app.command()
+def promote(
+    conf: Conf,
+    overrides: Overrides = None,
+    *,
+    run: Annotated[str | None, typer.Option(help="an MLflow run id instead of the best")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="the Ray cluster to serve in; else a local one on loopback")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="also when it is not really better; kept in the record")
+    ] = False,
+    status: Annotated[bool, typer.Option("--status", help="say what is served")] = False,
+    rollback: Annotated[bool, typer.Option("--rollback", help="serve the previous champion again")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="end the service and the Ray it started")] = False,
+    export: Annotated[Path | None, typer.Option(help="write the command line and Serve configs here instead")] = None,
+    as_json: Json = False,
+) -> None:
+    """Serve the best configuration: gate, deploy, verify, keep or roll back."""
+    from orchestrator import serving
+
+    if sum((status, rollback, stop, export is not None)) > 1:
+        raise ConfigError("promote: --status, --rollback, --stop and --export exclude each other")
+    experiment = config.load(conf, overrides)
+    search.check(experiment)
+    if status:
+        _tell(serving.status(experiment, address=address), as_json)
+    elif stop:
+        ran = serving.stop(experiment, address=address, say=_say)
+        _emit({"stopped": ran}) if as_json else _say("stopped" if ran else "nothing was served")
+    elif export is not None:
+        from orchestrator import export as exporting
+
+        _tell(exporting.export(experiment, run, export), as_json)
+    else:
+        report_ = (
+            serving.rollback(experiment, address=address, say=_say)
+            if rollback
+            else serving.promote(experiment, run_id=run, address=address, force=force, say=_say)
+        )
+        _tell(report_, as_json)
+        raise typer.Exit(report_.exit_code)
+
+
+class _Reported(Protocol):
+    def document(self) -> dict[str, Any]: ...
+    def lines(self) -> list[str]: ...
+
+
+def _tell(told: _Reported, as_json: bool) -> None:
+    if as_json:
+        _emit(told.document())
+    else:
+        print("\n".join(told.lines()))
 
 
 def _next_commands(conf: Path) -> None:
