@@ -15,7 +15,7 @@ from rich.console import Console
 
 from orchestrator import airgap, config, doctor, environments, plans, report, search, tracking
 from orchestrator import unpack as unpacking
-from orchestrator.errors import ConfigError, OrchestratorError
+from orchestrator.errors import ConfigError, MachineError, OrchestratorError
 
 app = typer.Typer(
     add_completion=False,
@@ -246,7 +246,10 @@ def unpack(
     names: Annotated[list[str] | None, typer.Argument(help="only these")] = None,
 ) -> None:
     """Unpack what `engine pack` wrote into .engines."""
-    unpacking.unpack(folder, Path(".engines"), names or [])
+    try:
+        unpacking.unpack(folder, Path(".engines"), names or [])
+    except unpacking.UnpackError as error:
+        raise MachineError(str(error)) from None
 
 
 @engine_app.command(name="list")
