@@ -128,7 +128,7 @@ def running(
     What outlived the end all the same is told by the Server that on_start was given: `left` pids, `held` GPUs.
     """
     sweep_leftovers()
-    with reserved_port(ports) as port, cache_slot(Path(spec.root) / ".engines" / "cache") as caches:
+    with reserved_port(ports) as port, cache_slot(Path(spec.root) / ".engines" / ".cache") as caches:
         plan = engine.plan(spec, port, workdir)
         check_program(plan)
         _check_gpus(plan, gpu_ids)
