@@ -81,7 +81,6 @@ class Client:
         workload: Workload,
         repeat: int,
         *,
-        open_loop: bool = True,
         check: Callable[[], None] = lambda: None,
         on_done: Callable[[int], None] = lambda done: None,
     ) -> Window:
@@ -105,7 +104,7 @@ class Client:
                 # A dying engine drops its connections a moment before its process is seen to end: `check` decides.
                 await asyncio.sleep(ERROR_PAUSE_S)
 
-        if workload.request_rate is not None and open_loop:
+        if workload.request_rate is not None:
             job = _on_schedule(send, arrival_times(workload, len(prompts), repeat))
         else:
             job = _closed_loop(send, len(prompts), workload.concurrency)

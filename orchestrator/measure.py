@@ -82,8 +82,9 @@ def measure(
     """Warm up, then measure every repeat of `workload` on the server at `target`.
 
     engine: reads the counters of that kind of server; None measures without them. on_progress(phase, done, total)
-    counts requests, phase is "warming" or "measuring". on_repeat gets the measurement so far after each repeat and
-    returns False to stop early. nonce_seed makes the nonces repeatable; only for servers that start afresh.
+    counts requests, phase is "warming" or "measuring"; it runs inside the event loop, so it must not take long.
+    on_repeat gets the measurement so far after each repeat and returns False to stop early. nonce_seed makes the
+    nonces repeatable; only for servers that start afresh.
     Raises Stalled, ConfigError (prompts missing or too short), and what surroundings.check_alive raises.
     """
     job = _Job(target, engine, name, workload, surroundings or Surroundings(), nonce_seed or secrets.token_hex(8))
@@ -137,29 +138,35 @@ class _Job:
     async def _warm_up(
         self, client: Client, texts: Sequence[SizedText], on_progress: Progress
     ) -> tuple[tuple[RequestTrace, ...], str | None]:
-        """Touch every shape alone (the cold sample), then at the workload's concurrency; nothing of it is measured."""
+        """Touch every shape alone (the cold sample), then as many at once as will be measured; none of it is kept."""
         traces: list[RequestTrace] = []
-        prompts = build_prompts(self.workload, self.name, texts, WARM_UP, self.nonce_seed)
-        waves = [(one_per_shape(prompts), replace(self.workload, concurrency=1))] * (self.workload.warmup > 0)
-        for turn in range(1, self.workload.warmup + (self.workload.concurrency > 1)):
-            again = build_prompts(self.workload, self.name, texts, WARM_UP - turn, self.nonce_seed)
-            waves.append((again[: self.workload.concurrency], self.workload))
-        total = sum(len(wave) for wave, _ in waves)
-        for wave, workload in waves:
-            short = [replace(p, max_tokens=min(p.max_tokens, WARM_UP_TOKENS)) for p in wave]
-            on_done = _counting(on_progress, "warming", len(traces), total)
+        waves = self._waves(texts)
+        total = sum(len(prompts) for prompts, _ in waves)
+        for prompts, workload in waves:
             window = await client.run(
-                short,
+                [replace(p, max_tokens=min(p.max_tokens, WARM_UP_TOKENS)) for p in prompts],
                 workload,
                 WARM_UP,
-                open_loop=False,
                 check=self.surroundings.check_alive,
-                on_done=on_done,
+                on_done=_counting(on_progress, "warming", len(traces), total),
             )
             traces.extend(window.traces)
             if window.stalled:
                 return tuple(traces), f"warm-up: {window.stalled}"
         return tuple(traces), None
+
+    def _waves(self, texts: Sequence[SizedText]) -> list[tuple[list[Prompt], Workload]]:
+        """What warm-up sends, wave by wave, each with its own nonces."""
+        workload = self.workload
+        if not workload.warmup:
+            return []
+        alone = replace(workload, concurrency=1, request_rate=None)
+        together = workload.concurrency > 1 or workload.request_rate is not None
+        waves = [(one_per_shape(build_prompts(workload, self.name, texts, WARM_UP, self.nonce_seed)), alone)]
+        for turn in range(1, workload.warmup + together):
+            prompts = build_prompts(workload, self.name, texts, WARM_UP - turn, self.nonce_seed)
+            waves.append((prompts if workload.request_rate else prompts[: workload.concurrency], workload))
+        return waves
 
     async def _repeat(
         self, client: Client, prompts: Sequence[Prompt], repeat: int, on_done: Callable[[int], None]

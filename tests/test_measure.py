@@ -307,6 +307,29 @@ def test_progress_counts_requests_and_a_repeat_can_be_the_last(fake_engine):
     assert [done for _, done, _ in warming] == list(range(1, warming[-1][2] + 1))
 
 
+@pytest.mark.parametrize(
+    ("changes", "warm"),
+    [
+        ({"warmup": 0, "concurrency": 2}, 0),
+        ({"warmup": 1}, 1),
+        ({"warmup": 3}, 3),
+        ({"warmup": 1, "concurrency": 2}, 3),
+        ({"warmup": 1, "request_rate": 50.0}, 3),
+    ],
+)
+def test_warm_up_sends_what_it_should(fake_engine, tmp_path, changes, warm):
+    record = tmp_path / "requests"
+    engine = fake_engine("vllm", tokens_per_s=2000.0, record_requests=str(record))
+    (tmp_path / "texts").mkdir()
+    for index in range(2):
+        (tmp_path / "texts" / f"{index}.txt").write_text("abc " * 100)
+    run = measured(engine, prompts=str(tmp_path / "texts"), repeats=1, output_tokens=100, **changes)
+    received = [json.loads(line) for line in record.read_text().splitlines()]
+    assert [request["max_tokens"] for request in received] == [64] * warm + [100] * 2
+    assert len({request["prompt"] for request in received}) == len(received)
+    assert len(run.traces) == 2
+
+
 def test_a_seeded_nonce_repeats_the_prompts_and_only_then(fake_engine, tmp_path):
     def fronts(name: str, **how) -> list[str]:
         record = tmp_path / name
