@@ -7,7 +7,6 @@ orchestrator/unpack.py is the other half and needs nothing but Python.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -15,29 +14,20 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import IO
 
+from orchestrator import unpack as unpacking
+from orchestrator.archive import Part, program, write_archive
 from orchestrator.environments import Echo
 from orchestrator.errors import ConfigError, MachineError
 from orchestrator.requirements import Requirements, read_requirements
 
 DEFAULT_PLATFORM = "x86_64-manylinux_2_35"
-# A link costs a tar header; below this size the file itself costs no more.
-_SHARE_FROM_BYTES = 4096
+_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _PIN = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^\]]*\])?(?:==([^\s;]+))?")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One file of at most the part size."""
-
-    file: str
-    bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +83,7 @@ def pack(
             echo(f"{wanted.name}: {len(inside)} packages inside, {len(from_host)} from the host")
             stage = Path(scratch) / "stage"
             _install_into(stage / wanted.name, wanted, inside, python, platform)
-            needs, size, parts, digest = _archive(stage, wanted.name, shared, out, part_bytes)
+            needs, size, parts, digest = write_archive(stage, wanted.name, shared, out, part_bytes)
             manifest = Manifest(
                 name=wanted.name,
                 python=python,
@@ -114,6 +104,23 @@ def pack(
             echo(f"{wanted.name}: {total / 1e6:.0f} MB in {len(parts)} parts, {size / 1e6:.0f} MB unpacked")
             manifests.append(manifest)
     return manifests
+
+
+def unpack(folder: Path, root: Path, names: list[str] | None = None, echo: Echo = print) -> list[Path]:
+    """Unpack what `pack` made into `root/.engines`, over the running interpreter's packages. Raises MachineError."""
+    try:
+        return unpacking.unpack(folder, root / ".engines", names, echo)
+    except (unpacking.UnpackError, OSError, subprocess.CalledProcessError, tarfile.TarError) as error:
+        raise MachineError(str(error)) from None
+
+
+def size_bytes(text: str) -> int:
+    """'60MB', '64MiB' or a number of bytes -> bytes. Raises ConfigError."""
+    match = re.fullmatch(r"(\d+) ?(B|kB|MB|GB|KiB|MiB|GiB)?", text.strip())
+    size = int(match[1]) * _UNITS[match[2] or "B"] if match else 0
+    if not size:
+        raise ConfigError(f"--part-size {text!r}: expected a size like 60MB or 64MiB")
+    return size
 
 
 def host_packages(path: Path) -> dict[str, str | None]:
@@ -165,7 +172,17 @@ def _resolve(
     output.write_text("".join(f"{name}=={version}\n" for name, version in host.items() if version), encoding="utf-8")
     target = ["--python-version", python, "--python-platform", platform]
     _run(
-        [_program("uv"), "pip", "compile", str(wanted.path), "-o", str(output), *target, "--no-header", "--no-annotate"]
+        [
+            program("uv", "uv"),
+            "pip",
+            "compile",
+            str(wanted.path),
+            "-o",
+            str(output),
+            *target,
+            "--no-header",
+            "--no-annotate",
+        ]
     )
     pins = (_PIN.match(line) for line in (*output.read_text(encoding="utf-8").splitlines(), *wanted.no_deps))
     return {_normalized(pin[1]): pin[2] for pin in pins if pin and pin[2]}
@@ -178,7 +195,7 @@ def _install_into(prefix: Path, wanted: Requirements, inside: Mapping[str, str],
     pins = site.parent / "inside.txt"
     pins.write_text("".join(f"{name}=={version}\n" for name, version in inside.items()), encoding="utf-8")
     target = ["--target", str(site), "--python-version", python, "--python-platform", platform]
-    _run([_program("uv"), "pip", "install", "--no-deps", "-r", str(pins), *target])
+    _run([program("uv", "uv"), "pip", "install", "--no-deps", "-r", str(pins), *target])
     pins.unlink()
     # Scripts name the interpreter they were installed by; unpack writes them again for the one they will have.
     scripts = {e.name for d in distributions(path=[str(site)]) for e in d.entry_points if e.group == "console_scripts"}
@@ -191,84 +208,6 @@ def _install_into(prefix: Path, wanted: Requirements, inside: Mapping[str, str],
             raise ConfigError(f"{wanted.path}: pack-without-file {pattern}: there is no such file in what it installs")
         for path in found:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _archive(
-    stage: Path, name: str, shared: dict[tuple[int, str], str], out: Path, part_bytes: int
-) -> tuple[set[str], int, list[Part], str]:
-    """Write `stage/name` as NAME.tar.xz.000 ...; returns (archives linked to, bytes unpacked, parts, SHA-256)."""
-    for old in out.glob(f"{name}.tar.xz.*"):
-        old.unlink()
-    needs: set[str] = set()
-    size = 0
-    # Blocks of their own let the host unpack with all its cores.
-    argv = [_program("xz"), "-6", "-T0", "--block-size=48MiB", "-c"]
-    with tempfile.TemporaryFile() as plain:
-        with tarfile.open(fileobj=plain, mode="w|", format=tarfile.GNU_FORMAT) as archive:
-            for path in sorted((stage / name).rglob("*")):
-                info = _member(archive, path, stage)
-                size += info.size
-                key = (info.size, _sha256(path)) if info.isreg() and info.size >= _SHARE_FROM_BYTES else None
-                if key in shared:
-                    info.type, info.linkname, info.size = tarfile.LNKTYPE, shared[key], 0
-                    needs.add(info.linkname.split("/", 1)[0])
-                elif key is not None:
-                    shared[key] = info.name
-                if info.isreg():
-                    with path.open("rb") as content:
-                        archive.addfile(info, content)
-                else:
-                    archive.addfile(info)
-        plain.seek(0)
-        with subprocess.Popen(argv, stdin=plain, stdout=subprocess.PIPE) as xz:
-            assert xz.stdout is not None
-            parts, digest = _split(xz.stdout, out / f"{name}.tar.xz", part_bytes)
-        if xz.returncode != 0:
-            raise MachineError(f"{name}: xz ended with exit {xz.returncode}")
-    return needs - {name}, size, parts, digest
-
-
-def _member(archive: tarfile.TarFile, path: Path, stage: Path) -> tarfile.TarInfo:
-    info = archive.gettarinfo(path, arcname=str(path.relative_to(stage)))
-    if info.islnk():
-        # uv links files from its cache; what a tar would call a link to the cache is a file here.
-        info.type, info.linkname, info.size = tarfile.REGTYPE, "", path.stat().st_size
-    info.uid = info.gid = 0
-    info.uname = info.gname = ""
-    info.mtime = 0
-    return info
-
-
-def _split(stream: IO[bytes], stem: Path, part_bytes: int) -> tuple[list[Part], str]:
-    whole = hashlib.sha256()
-    parts: list[Part] = []
-    for number, blocks in enumerate(_chunks(stream, part_bytes)):
-        path = stem.with_name(f"{stem.name}.{number:03d}")
-        digest = hashlib.sha256()
-        with path.open("wb") as file:
-            for block in blocks:
-                digest.update(block)
-                whole.update(block)
-                file.write(block)
-        parts.append(Part(file=path.name, bytes=path.stat().st_size, sha256=digest.hexdigest()))
-    return parts, whole.hexdigest()
-
-
-def _chunks(stream: IO[bytes], chunk_bytes: int) -> Iterator[Iterable[bytes]]:
-    """The stream as pieces of `chunk_bytes`, each an iterable of blocks; the next piece begins when one is used up."""
-    ahead = stream.read(1)
-
-    def blocks() -> Iterator[bytes]:
-        nonlocal ahead
-        left = chunk_bytes - len(ahead)
-        yield ahead
-        while left and (block := stream.read(min(left, 1 << 20))):
-            left -= len(block)
-            yield block
-        ahead = stream.read(1)
-
-    while ahead:
-        yield blocks()
 
 
 def _version_of(wanted: Requirements, inside: Mapping[str, str]) -> str:
@@ -284,22 +223,8 @@ def _write_manifest(path: Path, manifest: Manifest) -> None:
     os.replace(aside, path)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
-
-
 def _normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _program(name: str) -> str:
-    found = shutil.which(name)
-    if found is None:
-        raise MachineError(
-            f"engine pack needs the program {name} on PATH" + ("; pip install uv" if name == "uv" else "")
-        )
-    return found
 
 
 def _run(argv: list[str]) -> None:

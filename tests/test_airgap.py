@@ -189,7 +189,7 @@ def test_a_resolution_that_fails_tells_the_resolvers_words(root: Path) -> None:
 
 def test_without_uv_the_error_says_where_it_comes_from(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(root / "empty"))
-    with pytest.raises(MachineError, match="pip install uv"):
+    with pytest.raises(MachineError, match=r"uv on PATH \(package uv\)"):
         pack(root, "first")
 
 
@@ -248,3 +248,25 @@ def test_an_archive_is_the_same_whenever_it_is_made(root: Path) -> None:
     shutil.rmtree(root / "parts")
     assert pack(root, "first")[0].archive_sha256 == once.archive_sha256
     assert (root / REQUIREMENTS_FOLDER).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("60MB", 60_000_000), ("1 MiB", 1 << 20), ("512", 512), ("2GiB", 2 << 30)]
+)
+def test_a_part_size_is_written_with_its_unit(text: str, expected: int) -> None:
+    assert airgap.size_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "0MB", "60 megabytes", "-1", "1.5GB"])
+def test_a_part_size_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="60MB"):
+        airgap.size_bytes(text)
+
+
+def test_the_verb_tells_a_fault_of_the_parts_as_one_of_the_machine(root: Path) -> None:
+    pack(root, "first")
+    assert airgap.unpack(root / "parts", root, ["first"], lambda _: None) == [root / ".engines/first"]
+    shutil.rmtree(root / ".engines/first")
+    (root / "parts/first.tar.xz.000").unlink()
+    with pytest.raises(MachineError, match="is missing"):
+        airgap.unpack(root / "parts", root)
