@@ -171,19 +171,8 @@ def _resolve(
     # uv keeps to the versions that stand in its output file already, as far as it can.
     output.write_text("".join(f"{name}=={version}\n" for name, version in host.items() if version), encoding="utf-8")
     target = ["--python-version", python, "--python-platform", platform]
-    _run(
-        [
-            program("uv", "uv"),
-            "pip",
-            "compile",
-            str(wanted.path),
-            "-o",
-            str(output),
-            *target,
-            "--no-header",
-            "--no-annotate",
-        ]
-    )
+    quiet = ["--no-header", "--no-annotate"]
+    _run([program("uv", "uv"), "pip", "compile", str(wanted.path), "-o", str(output), *target, *quiet])
     pins = (_PIN.match(line) for line in (*output.read_text(encoding="utf-8").splitlines(), *wanted.no_deps))
     return {_normalized(pin[1]): pin[2] for pin in pins if pin and pin[2]}
 
@@ -199,9 +188,10 @@ def _install_into(prefix: Path, wanted: Requirements, inside: Mapping[str, str],
     pins.unlink()
     # Scripts name the interpreter they were installed by; unpack writes them again for the one they will have.
     scripts = {e.name for d in distributions(path=[str(site)]) for e in d.entry_points if e.group == "console_scripts"}
-    for program in sorted((site / "bin").glob("*")) if (site / "bin").is_dir() else []:
-        if program.name in scripts:
-            program.unlink()
+    for name in scripts:
+        (site / "bin" / name).unlink(missing_ok=True)
+    if (site / "bin").is_dir():
+        (site / "bin").rename(prefix / "bin")
     for pattern in wanted.pack_without_files:
         found = list(site.glob(pattern))
         if not found:
