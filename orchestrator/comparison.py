@@ -24,7 +24,8 @@ def baseline(experiment: Experiment, results: Sequence[TrialResult]) -> TrialRes
 def with_campaign_metrics(results: Sequence[TrialResult], experiment: Experiment) -> list[TrialResult]:
     """The results with what only a comparison knows: `speedup` per workload, and the verdict `length_differs`."""
     reference = baseline(experiment, results)
-    return [_with_lengths_judged(_with_speedup(result, reference), results) for result in results]
+    compared = [_with_speedup(result, reference) for result in results]
+    return [_with_lengths_judged(result, compared) for result in compared]
 
 
 def pareto(results: Sequence[TrialResult], a: str, b: str) -> list[TrialResult]:

@@ -91,9 +91,8 @@ def check(experiment: Experiment) -> None:
         check_metric(experiment, metric, "objective.metric")
     worse = [metric for metric in weighted if direction(metric) != objective.mode]
     if worse:
-        raise ConfigError(
-            f"objective.mode: {objective.mode} of {worse[0]} would pick the worst; say {direction(worse[0])}"
-        )
+        better = direction(worse[0])
+        raise ConfigError(f"objective.mode: {objective.mode} of {worse[0]} would pick the worst, allowed is {better}")
     for text in objective.constraints:
         check_metric(experiment, parse_constraint(text).metric, f"objective.constraints: {text!r}")
     keys = {*swept_keys(experiment), *(key for spec in planned.points for key in settings(spec))}

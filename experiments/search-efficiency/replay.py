@@ -242,8 +242,8 @@ def draw_figure(rows: list[dict[str, object]], path: Path) -> None:
         mine = [row for row in rows if row["strategy"] == name]
         axes.scatter([row["saved_share"] for row in mine], [row["same_winner"] for row in mine], label=name)
     axes.axhspan(95, 101, xmin=0.5 / 0.8, alpha=0.1, color="tab:green")
-    axes.set(xlim=(0, 0.8), ylim=(0, 101), xlabel="measuring time saved (share)", ylabel="same winner as grid (%)")
-    axes.legend()
+    axes.set(xlim=(0, 0.8), ylim=(0, 104), xlabel="measuring time saved (share)", ylabel="same winner as grid (%)")
+    axes.legend(loc="lower left")
     figure.savefig(path, dpi=120)
 
 
@@ -257,13 +257,25 @@ def main() -> int:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    draw_figure([replace_share(row, options.seeds) for row in rows], HERE / "savings.png")
-    for row in rows:
-        print(" ".join(f"{value!s:>16}" for value in row.values()))
+    draw_figure([_in_percent(row, options.seeds) for row in rows], HERE / "savings.png")
+    print(markdown(rows))
     return 0
 
 
-def replace_share(row: dict[str, object], seeds: int) -> dict[str, object]:
+def markdown(rows: list[dict[str, object]]) -> str:
+    """The table of README.md."""
+    lines = [
+        "| curve | repeats | strategy | same winner of 100 | measuring time saved | trials |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        saved = f"{float(str(row['saved_share'])):.1%}"
+        cells = (row["curve"], row["repeats"], row["strategy"], row["same_winner"], saved, row["trials"])
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def _in_percent(row: dict[str, object], seeds: int) -> dict[str, object]:
     return {**row, "same_winner": 100 * int(str(row["same_winner"])) / seeds}
 
 
