@@ -40,6 +40,7 @@ else:
     (target / "bin").mkdir(exist_ok=True)
     (target / "bin" / name).write_text("#!/the/wrong/python\\n")
     (target / "bin" / f"{{name}}-tool").write_text("a compiled program")
+    (target / "bin" / f"{{name}}-tool").write_text("a compiled program")
 """
 
 
