@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,7 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from orchestrator import service
-from orchestrator.config import Experiment
+from orchestrator.config import Experiment, Placement
 from orchestrator.errors import MachineError, PromotionError
 from orchestrator.relay import digest
 from orchestrator.service import ENGINE, GATEWAY, LOOPBACK, Door, Order
@@ -84,21 +85,36 @@ class Deployment:
             return state
         return None
 
-    def deploy(self, order: Order, cpus: int) -> None:
+    def deploy(self, order: Order, placement: Placement) -> None:
         """Hand the configuration to Serve, which stops the engines that run and then starts the new ones."""
         serving = self.experiment.serving
         serve.start(proxy_location="Disabled")
-        door = asdict(self.door())
         state = self.state()
-        if state is None or state["door"] != digest(f"{door}"):
-            _run(self.gateway_name, service.gateway(door))
+        if state is None:
+            self._require_port()
+        if state is None or state["door"] != digest(f"{self.door()}"):
+            _run(self.gateway_name, service.gateway(asdict(self.door())))
         args = {
             "order": asdict(order),
-            "cpus": cpus,
+            "cpus": placement.cpus,
+            "node_label": placement.node_label,
             "replicas": serving.replicas,
             "autoscaling": dict(serving.autoscaling),
         }
         _run(self.name, service.engines(args))
+
+    def _require_port(self) -> None:
+        """Raises MachineError when somebody else listens where the gateway is to be, on this machine."""
+        serving = self.experiment.serving
+        if is_loopback(serving.host) and self.gateway_name not in _applications():
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((serving.host, serving.port))
+                except OSError as error:
+                    raise MachineError(
+                        f"serving.port: {serving.port} on {serving.host} cannot be listened on: {error.strerror}"
+                    ) from None
 
     def wait_ready(self, version: str, deadline_s: float) -> None:
         """Return when only engines of `version` answer behind the gateway. Raises PromotionError when they will not."""

@@ -175,7 +175,7 @@ class Promotion:
         deadline = time.monotonic() + self.experiment.serving.deadline_s
         name, _, metric = verification.check_of(self.experiment, result)
         try:
-            self.deployment.deploy(self._order(wanted, version), result.spec.placement.cpus)
+            self.deployment.deploy(self._order(wanted, version), result.spec.placement)
             self.deployment.wait_ready(version, deadline - time.monotonic())
         except PromotionError as error:
             return Verification(ok=False, reason=str(error), workload=name, metric=metric)

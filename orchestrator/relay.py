@@ -94,10 +94,11 @@ class Relay:
         key_digest: str | None = None,
         limits: Limits | None = None,
         describe: Callable[[], Mapping[str, Any]] = dict,
+        own_metrics: bool = True,
     ) -> None:
         """route: path in front of /v1. key_digest: digest() of the key that clients must show; None: no key.
 
-        describe() is the document of GET /orchestrator.
+        describe() is the document of GET /orchestrator. own_metrics: append ours to the engines' metrics page.
         """
         self.limits = limits or Limits()
         self.backends: dict[str, Backend] = {}
@@ -107,6 +108,7 @@ class Relay:
         self._prefix = "/" + route.strip("/") if route.strip("/") else ""
         self._key_digest = key_digest
         self._describe = describe
+        self._tells_own_metrics = own_metrics
         self._writing_since: dict[asyncio.Task[Any], float] = {}
 
     async def start(self, host: str, port: int) -> int:
@@ -122,9 +124,9 @@ class Relay:
         )
         # A handler is cancelled when its client goes away: that is how a disconnect reaches the engine.
         self._server = web.Server(self._handle, handler_cancellation=True, access_log=None)
-        self._runner = web.ServerRunner(self._server)
+        self._runner = web.ServerRunner(self._server, shutdown_timeout=1.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, shutdown_timeout=1.0, backlog=1024)
+        site = web.TCPSite(self._runner, host, port, backlog=1024)
         try:
             await site.start()
         except OSError:
@@ -221,24 +223,28 @@ class Relay:
             if answer.status >= 500:
                 return await self._engine_error(answer)
             return await self._passed_down(request, answer)
-        except _TooLarge:
-            return self._too_large()
         except TimeoutError:
             return _refusal(504, "timeout", "the engine or the client was silent for too long")
-        except aiohttp.ClientConnectorError:
-            self.counts.engine_losses += 1
-            self.backends.pop(backend.name, None)
-            return self._unavailable(None)
         except aiohttp.ClientError as error:
-            self.counts.engine_losses += 1
-            log.warning("request lost: %s: %s", type(error).__name__, error)
-            lost = _refusal(502, "engine_lost", "the engine ended before it answered; send the request again")
-            lost.headers["Retry-After"] = "5"
-            return lost
+            # An upload that ends early reaches us as the cause of a failed request.
+            if isinstance(error.__cause__, _TooLarge):
+                return self._too_large()
+            if isinstance(error.__cause__, TimeoutError):
+                return _refusal(408, "timeout", "the request did not arrive in time")
+            return self._lost(backend, error)
         finally:
             self.in_flight[backend.name] -= 1
             if answer is not None:
                 answer.close()
+
+    def _lost(self, backend: Backend, error: Exception) -> web.Response:
+        """The engine is gone before it answered; its next report brings it back when it is not."""
+        self.counts.engine_losses += 1
+        self.backends.pop(backend.name, None)
+        log.warning("request lost: %s: %s", type(error).__name__, error)
+        response = _refusal(503, "engine_lost", "the engine ended before it answered; send the request again")
+        response.headers["Retry-After"] = "5"
+        return response
 
     async def _body(self, request: web.BaseRequest) -> bytes | AsyncIterator[bytes] | None:
         """The request's body: whole when it is small, as it comes when it is large."""
@@ -333,7 +339,11 @@ class Relay:
     async def _metrics(self) -> web.Response:
         pages = [page for b in list(self.backends.values()) if (page := await self._page(b)) is not None]
         text = merged(pages) if len(pages) > 1 else "".join(text for _, text in pages)
-        return web.Response(text=text + self._own_metrics(), content_type="text/plain", charset="utf-8")
+        return web.Response(
+            text=text + (self._own_metrics() if self._tells_own_metrics else ""),
+            content_type="text/plain",
+            charset="utf-8",
+        )
 
     async def _page(self, backend: Backend) -> tuple[str, str] | None:
         headers = {"Authorization": f"Bearer {backend.api_key}"} if backend.api_key else {}

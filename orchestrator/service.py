@@ -11,20 +11,22 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
+import uvloop
 from ray import serve
 
 from orchestrator import server
-from orchestrator.cluster import HEAD_RESOURCE
+from orchestrator.cluster import HEAD_RESOURCE, is_head_node
 from orchestrator.config import EngineSpec, Ready, Stop
 from orchestrator.engines import ENGINES
 from orchestrator.errors import EngineFailure
@@ -97,8 +99,8 @@ class Gateway:
             describe=self.document,
         )
         self._verified: str | None = None
-        self._loop = asyncio.new_event_loop()
-        # A loop of its own: nothing that Serve does in this process makes a token wait.
+        # A loop and a thread of its own: nothing that Serve does in this process makes a token wait.
+        self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="relay", daemon=True)
         self._thread.start()
         self._on_loop(self._relay.start(self._door.host, self._door.port))
@@ -114,9 +116,7 @@ class Gateway:
     def _take_report(self, replica: str, state: Mapping[str, Any]) -> None:
         if state["ready"]:
             self._reports[replica] = (time.monotonic(), state)
-            backend = Backend(name=replica, base_url=state["base_url"], api_key=state["api_key"])
-            if self._relay.backends.get(replica) != backend:
-                self._relay.backends[replica] = backend
+            self._relay.backends[replica] = Backend(name=replica, base_url=state["base_url"], api_key=state["api_key"])
         else:
             self._reports.pop(replica, None)
             self._relay.backends.pop(replica, None)
@@ -169,7 +169,7 @@ class Gateway:
         versions = sorted({state["version"] for state in reports})
         closed = self._relay.closed
         return {
-            "door": digest(f"{asdict(self._door)}"),
+            "door": digest(f"{self._door}"),
             "run_id": run_ids[0] if len(run_ids) == 1 else None,
             "versions": versions,
             "verified": bool(versions) and versions == [self._verified],
@@ -240,33 +240,45 @@ class EngineReplica:
         )
 
     async def _report(self) -> None:
-        """Tell the gateway every half second where this engine is, and at once when it has ended."""
+        """Tell the gateway twice a second where this engine is, and at once when it has ended."""
+        assert self._server is not None
+        gateway = serve.get_deployment_handle(GATEWAY, gateway_name(serve.get_replica_context().app_name))
+        record = {
+            **self._order.record,
+            "command_line": server.shell_line(self._server.plan),
+            "gpus": list(self._gpu_ids),
+        }
+        async with self._reachable() as backend:
+            state = {**asdict(backend), "run_id": self._order.run_id, "version": self._order.version, "record": record}
+            while True:
+                ready = self._ended is None and not self._stop.is_set()
+                # A gateway that is being replaced hears it in the next round.
+                with contextlib.suppress(Exception):
+                    call = gateway.report.remote(self._replica, {**state, "ready": ready})
+                    await asyncio.wait_for(call, REPORT_TIMEOUT_S)
+                if not ready:
+                    return
+                for _ in range(int(REPORT_PERIOD_S / 0.05)):
+                    if self._ended is None and not self._stop.is_set():
+                        await asyncio.sleep(0.05)
+
+    @contextlib.asynccontextmanager
+    async def _reachable(self) -> AsyncIterator[Backend]:
+        """Where the gateway finds this engine: on its loopback port, from another node through a relay of its own."""
         assert self._server is not None
         target = self._server.target
-        gateway = serve.get_deployment_handle(GATEWAY, gateway_name(serve.get_replica_context().app_name))
-        state = {
-            "run_id": self._order.run_id,
-            "version": self._order.version,
-            "base_url": target.base_url,
-            "api_key": target.api_key,
-            "record": {
-                **self._order.record,
-                "command_line": server.shell_line(self._server.plan),
-                "gpus": list(self._gpu_ids),
-            },
-        }
-        while True:
-            ready = self._ended is None and not self._stop.is_set()
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(
-                    gateway.report.remote(self._replica, {**state, "ready": ready}), REPORT_TIMEOUT_S
-                )
-            if not ready:
-                return
-            for _ in range(int(REPORT_PERIOD_S / 0.05)):
-                if self._ended or self._stop.is_set():
-                    break
-                await asyncio.sleep(0.05)
+        local = Backend(name=self._replica, base_url=target.base_url, api_key=target.api_key)
+        if is_head_node():
+            yield local
+            return
+        key, address = secrets.token_urlsafe(24), str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        relay = Relay(key_digest=digest(key), own_metrics=False)
+        relay.backends[local.name] = local
+        port = await relay.start(address, 0)
+        try:
+            yield replace(local, base_url=f"http://{address}:{port}", api_key=key)
+        finally:
+            await relay.stop()
 
     def check_health(self) -> None:
         if self._ended is not None:
@@ -281,10 +293,13 @@ class EngineReplica:
 def engines(args: Mapping[str, Any]) -> serve.Application:
     """The Serve application of one configuration's engines; also what an exported `serve deploy` file names.
 
-    args: {order: Order as a dict, cpus: per engine, replicas, autoscaling: Serve's own options or empty}.
+    args: {order: Order as a dict, cpus: per engine, replicas, autoscaling: Serve's own options or empty, node_label}.
     """
     order = Order(**args["order"])
     bundle = {name: amount for name, amount in {"CPU": args["cpus"], "GPU": order.gpus}.items() if amount}
+    label, _, wanted = str(args.get("node_label") or "").partition("=")
+    if label and not wanted:
+        bundle[label] = 0.001
     options: dict[str, Any] = {
         **_watched(),
         "name": ENGINE,
@@ -296,6 +311,8 @@ def engines(args: Mapping[str, Any]) -> serve.Application:
         # The same configuration fails again: the first failed start decides about a promotion.
         "max_constructor_retry_count": 1,
     }
+    if wanted:
+        options["placement_group_bundle_label_selector"] = [{label: wanted}]
     if args.get("autoscaling"):
         options["autoscaling_config"] = dict(args["autoscaling"])
     else:

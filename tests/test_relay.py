@@ -1,0 +1,493 @@
+"""The relay against scripted servers and the stand-in engine: bytes, limits, keys, disconnects, engines that die."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+from yarl import URL
+
+from orchestrator.engines.exposition import read_page
+from orchestrator.metrics_page import merged
+from orchestrator.relay import Backend, Closed, Limits, Relay, digest
+
+Script = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+@contextlib.asynccontextmanager
+async def scripted(script: Script) -> AsyncIterator[str]:
+    """A server that reads one request's head and body by content-length, then does what the script says."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            await script(head, reader, writer)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1 << 20)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@contextlib.asynccontextmanager
+async def relaying(base_url: str | None, **options: Any) -> AsyncIterator[tuple[Relay, str]]:
+    relay = Relay(**options)
+    if base_url is not None:
+        relay.backends["a"] = Backend(name="a", base_url=base_url, api_key="engine-key")
+    port = await relay.start("127.0.0.1", 0)
+    try:
+        yield relay, f"http://127.0.0.1:{port}"
+    finally:
+        await relay.stop()
+
+
+async def content_length(head: bytes) -> int:
+    line = next((line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), b":0")
+    return int(line.split(b":")[1])
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        await asyncio.sleep(0.02)
+
+
+def test_every_byte_of_a_stream_passes_unchanged_and_unbuffered() -> None:
+    pieces = [b'data: {"a":"\xc3', b'\xa4"}\r\n\r\n', b": comment\n\n", bytes(range(256)), b"data: [DONE]\n\n"]
+
+    async def run() -> None:
+        gate = asyncio.Event()
+
+        async def script(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(SSE + chunk(pieces[0]))
+            await gate.wait()
+            for piece in pieces[1:]:
+                writer.write(chunk(piece))
+                await writer.drain()
+            writer.write(b"0\r\n\r\n")
+
+        async with (
+            scripted(script) as url,
+            relaying(url) as (_, base),
+            aiohttp.ClientSession() as session,
+            session.post(f"{base}/v1/completions", data=b"{}") as answer,
+        ):
+            assert answer.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+            # The rest is not even written before the first piece has arrived here.
+            first = await asyncio.wait_for(answer.content.readany(), 5)
+            gate.set()
+            assert first + await answer.content.read() == b"".join(pieces)
+
+    asyncio.run(run())
+
+
+def test_the_engine_gets_what_was_sent_with_its_own_key_and_nobody_elses() -> None:
+    seen: list[bytes] = []
+    body = json.dumps({"prompt": "ä" * 1000}).encode()
+
+    async def script(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append(head)
+        seen.append(await reader.readexactly(await content_length(head)))
+        writer.write(b"HTTP/1.1 200 Fine\r\ncontent-length: 2\r\nx-engine: 7\r\nserver: secret/1.0\r\n\r\n{}")
+        await writer.drain()
+
+    async def run() -> None:
+        options = {"key_digest": digest("client-key"), "route": "/llm/"}
+        async with scripted(script) as url, relaying(url, **options) as (_, base), aiohttp.ClientSession() as session:
+            headers = {"Authorization": "Bearer client-key", "X-Mine": "1", "Content-Type": "application/json"}
+            path = "/v1/chat/completions?a=%2Fb&c=d%20e"
+            async with session.post(URL(f"{base}/llm{path}", encoded=True), data=body, headers=headers) as answer:
+                assert (answer.status, answer.reason, await answer.read()) == (200, "Fine", b"{}")
+                assert answer.headers["X-Engine"] == "7"
+                assert "secret" not in str(answer.headers)
+
+    asyncio.run(run())
+    head, received = seen
+    assert received == body
+    assert head.startswith(b"POST /v1/chat/completions?a=%2Fb&c=d%20e HTTP/1.1\r\n")
+    assert b"Authorization: Bearer engine-key\r\n" in head
+    assert b"client-key" not in head
+    assert b"X-Mine: 1\r\n" in head
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [({}, 401), ({"Authorization": "Bearer wrong"}, 401), ({"Authorization": "Basic right"}, 401),
+     ({"Authorization": "Bearer right"}, 200), ({"Authorization": "bearer  right "}, 200)],
+)  # fmt: skip
+def test_a_key_is_asked_for(headers: dict[str, str], status: int) -> None:
+    async def script(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        await writer.drain()
+
+    async def run() -> None:
+        async with (
+            scripted(script) as url,
+            relaying(url, key_digest=digest("right")) as (_, base),
+            aiohttp.ClientSession(headers=headers) as session,
+        ):
+            for path in ("/v1/models", "/orchestrator"):
+                async with session.get(base + path) as answer:
+                    assert answer.status == status
+                    if status == 401:
+                        assert answer.headers["WWW-Authenticate"] == "Bearer"
+                        assert (await answer.json())["error"]["type"] == "invalid_api_key"
+            async with session.get(f"{base}/health") as answer:
+                assert answer.status == 200
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "path", ["/reset_prefix_cache", "/v1", "/v1/../reset_prefix_cache", "/v1/%2e%2e/shutdown", "/", "/v1/%252e%252e/x"]
+)
+def test_nothing_but_the_api_is_passed_on(path: str) -> None:
+    async def script(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        raise AssertionError(f"reached the engine: {head!r}")
+
+    async def run() -> None:
+        async with scripted(script) as url, relaying(url) as (_, base):
+            host, port = base.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            # By hand, because clients tidy such paths up.
+            writer.write(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n".encode())
+            assert b" 404 " in await asyncio.wait_for(reader.readline(), 5)
+            writer.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_request_that_is_too_large_is_refused(chunked: bool) -> None:
+    async def script(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1 << 16):
+            pass
+
+    async def body() -> AsyncIterator[bytes]:
+        for _ in range(40):
+            yield b"x" * 100_000
+
+    async def run() -> None:
+        limits = Limits(request_bytes=1_000_000)
+        async with scripted(script) as url, relaying(url, limits=limits) as (relay, base):
+            async with aiohttp.ClientSession() as session:
+                data: Any = body() if chunked else b"x" * 4_000_000
+                async with session.post(f"{base}/v1/completions", data=data) as answer:
+                    assert answer.status == 413
+                    assert (await answer.json())["error"]["type"] == "request_too_large"
+            await until(lambda: relay.total_in_flight() == 0)
+
+    asyncio.run(run())
+
+
+def test_a_large_upload_arrives_whole_and_an_endless_answer_is_cut() -> None:
+    received: list[int] = []
+
+    async def script(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        received.append(len(await reader.readexactly(await content_length(head))))
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        while True:
+            writer.write(chunk(b"y" * 50_000))
+            await writer.drain()
+
+    async def run() -> None:
+        limits = Limits(response_bytes=1_000_000)
+        async with (
+            scripted(script) as url,
+            relaying(url, limits=limits) as (_, base),
+            aiohttp.ClientSession() as session,
+            session.post(f"{base}/v1/completions", data=b"x" * 3_000_000) as answer,
+        ):
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await answer.read()
+
+    asyncio.run(run())
+    assert received == [3_000_000]
+
+
+def test_no_detail_of_an_engine_error_is_told_but_the_engines_advice_to_the_client_is() -> None:
+    async def script(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        status, text = (
+            (b"400 Bad Request", b"max_tokens is too large") if b"/bad" in head else (b"500 Oh", b"/root/x.py")
+        )
+        writer.write(b"HTTP/1.1 %s\r\ncontent-length: %d\r\n\r\n%s" % (status, len(text), text))
+        await writer.drain()
+
+    async def run() -> None:
+        async with scripted(script) as url, relaying(url) as (_, base), aiohttp.ClientSession() as session:
+            async with session.post(f"{base}/v1/bad", data=b"{}") as answer:
+                assert (answer.status, await answer.text()) == (400, "max_tokens is too large")
+            async with session.post(f"{base}/v1/broken", data=b"{}") as answer:
+                assert answer.status == 500
+                assert "/root" not in await answer.text()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("moment", ["refuses", "before", "inside"])
+def test_an_engine_that_is_lost_ends_requests_with_a_clear_error(moment: str) -> None:
+    async def script(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if moment == "inside":
+            writer.write(SSE + chunk(b'data: {"half'))
+            await writer.drain()
+            await asyncio.sleep(0.1)
+        writer.transport.abort()
+
+    async def run() -> None:
+        async with scripted(script) as url, relaying(url) as (relay, base), aiohttp.ClientSession() as session:
+            if moment == "refuses":
+                relay.backends["a"] = Backend(name="a", base_url="http://127.0.0.1:9")
+            async with session.post(f"{base}/v1/completions", data=b"{}") as answer:
+                text = await answer.text()
+            if moment == "inside":
+                last = [line for line in text.split("\n\n") if line][-1]
+                assert text.startswith('data: {"half\n\n')
+                assert json.loads(last.removeprefix("data: "))["error"]["type"] == "engine_lost"
+                assert "[DONE]" not in text
+            else:
+                assert answer.status == 503
+                assert int(answer.headers["Retry-After"]) >= 1
+                assert url not in text
+            assert relay.counts.engine_losses == 1
+
+    asyncio.run(run())
+
+
+def test_a_document_that_breaks_off_ends_visibly_incomplete() -> None:
+    async def script(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{")
+        await writer.drain()
+
+    async def run() -> None:
+        async with scripted(script) as url, relaying(url) as (_, base), aiohttp.ClientSession() as session:
+            with pytest.raises(aiohttp.ClientPayloadError):
+                async with session.post(f"{base}/v1/completions", data=b"{}") as answer:
+                    await answer.read()
+
+    asyncio.run(run())
+
+
+def test_while_closed_only_the_pass_gets_in_and_an_old_pause_ends_by_itself() -> None:
+    async def script(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        await writer.drain()
+
+    async def run() -> None:
+        async with scripted(script) as url, relaying(url) as (relay, base), aiohttp.ClientSession() as session:
+
+            async def status(path: str, **headers: str) -> tuple[int, str | None]:
+                async with session.get(base + path, headers=headers) as answer:
+                    return answer.status, answer.headers.get("Retry-After")
+
+            now = asyncio.get_running_loop().time()
+            relay.closed = Closed(reason="moving", retry_after_s=6.2, pass_digest=digest("pass"), until_s=now + 60)
+            assert await status("/v1/models") == (503, "7")
+            assert await status("/health") == (503, "7")
+            assert await status("/v1/models", Authorization="Bearer pass") == (200, None)
+            relay.closed = Closed(reason="moving", retry_after_s=6.2, pass_digest=digest("pass"), until_s=now - 1)
+            assert await status("/v1/models") == (200, None)
+            assert await status("/health") == (200, None)
+            relay.backends.clear()
+            assert (await status("/v1/models"))[0] == 503
+            assert (await status("/health"))[0] == 503
+
+    asyncio.run(run())
+
+
+def test_a_slow_reader_holds_the_engine_back_instead_of_filling_memory() -> None:
+    sent = 0
+
+    async def script(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        for _ in range(2000):
+            writer.write(chunk(b"z" * 65_536))
+            await writer.drain()
+            sent += 65_536
+
+    async def run() -> None:
+        before = psutil.Process().memory_info().rss
+        async with scripted(script) as url, relaying(url) as (_, base):
+            host, port = base.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+            await reader.readexactly(100)
+            seen, held = -1, 0
+            while seen != sent:
+                seen, held = sent, held + 1
+                await asyncio.sleep(0.5)
+            # 131 MB wait to be sent; what is under way is a few socket buffers.
+            assert sent < 30e6
+            assert psutil.Process().memory_info().rss - before < 60e6
+            writer.transport.abort()
+
+    asyncio.run(run())
+
+
+def test_a_client_that_never_reads_is_ended() -> None:
+    gone = asyncio.Event()
+
+    async def script(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        try:
+            while True:
+                writer.write(chunk(b"z" * 65_536))
+                await writer.drain()
+        except ConnectionError:
+            gone.set()
+
+    async def run() -> None:
+        async with scripted(script) as url, relaying(url, limits=Limits(stall_s=1.0)) as (relay, base):
+            host, port = base.removeprefix("http://").split(":")
+            _, writer = await asyncio.open_connection(host, int(port), limit=1024)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+            await asyncio.wait_for(gone.wait(), 15)
+            await until(lambda: relay.total_in_flight() == 0)
+            writer.close()
+
+    asyncio.run(run())
+
+
+def test_a_silent_engine_is_a_timeout() -> None:
+    async def script(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async def run() -> None:
+        async with (
+            scripted(script) as url,
+            relaying(url, limits=Limits(silence_s=0.3)) as (_, base),
+            aiohttp.ClientSession() as session,
+            session.post(f"{base}/v1/completions", data=b"{}") as answer,
+        ):
+            assert answer.status == 504
+
+    asyncio.run(run())
+
+
+def test_the_least_busy_engine_is_asked() -> None:
+    asked: list[int] = []
+
+    def named(number: int) -> Script:
+        async def script(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            asked.append(number)
+            await asyncio.sleep(0.3)
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+            await writer.drain()
+
+        return script
+
+    async def run() -> None:
+        async with scripted(named(0)) as one, scripted(named(1)) as two, relaying(one) as (relay, base):
+            relay.backends["b"] = Backend(name="b", base_url=two)
+
+            async def get(session: aiohttp.ClientSession) -> int:
+                async with session.get(f"{base}/v1/models") as answer:
+                    return answer.status
+
+            async with aiohttp.ClientSession() as session:
+                assert await asyncio.gather(*(get(session) for _ in range(8))) == [200] * 8
+
+    asyncio.run(run())
+    assert sorted(asked) == [0] * 4 + [1] * 4
+
+
+def test_curls_expectation_is_answered() -> None:
+    async def script(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(await content_length(head))
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        await writer.drain()
+
+    async def run() -> None:
+        async with (
+            scripted(script) as url,
+            relaying(url) as (_, base),
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session,
+        ):
+            for size in (10, 2_000_000):
+                async with session.post(f"{base}/v1/completions", data=b"x" * size, expect100=True) as answer:
+                    assert answer.status == 200
+
+    asyncio.run(run())
+
+
+def test_clients_that_leave_are_noticed_by_the_engine_at_every_moment(fake_engine) -> None:
+    engine = fake_engine("vllm", tokens_per_s=20.0, ttft_s=0.3)
+    body = json.dumps({"model": engine.model, "prompt": "once", "max_tokens": 500, "stream": True}).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+
+    async def leave(port: int, number: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request)
+        if number % 2:
+            await asyncio.wait_for(reader.readuntil(b"data:"), 30)
+        writer.transport.abort()
+
+    async def run() -> None:
+        async with relaying(engine.base_url) as (relay, base):
+            port = int(base.rsplit(":", 1)[1])
+            for batch in range(10):
+                await asyncio.gather(*(leave(port, batch * 100 + i) for i in range(100)))
+            await until(lambda: relay.total_in_flight() == 0, 30)
+            async with aiohttp.ClientSession() as session:
+
+                async def open_requests() -> float:
+                    async with session.get(f"{base}/metrics") as answer:
+                        page = read_page(await answer.text())
+                    return page.total("vllm:num_requests_running") + page.total("vllm:num_requests_waiting")
+
+                deadline = time.monotonic() + 20
+                while await open_requests() > 0:
+                    assert time.monotonic() < deadline
+                    await asyncio.sleep(0.2)
+            assert relay.counts.disconnects >= 900
+
+    asyncio.run(run())
+
+
+def test_a_killed_engine_in_the_middle_of_a_stream(fake_engine) -> None:
+    engine = fake_engine("vllm", tokens_per_s=20.0)
+    body = {"model": engine.model, "prompt": "once", "max_tokens": 500, "stream": True}
+
+    async def run() -> None:
+        async with relaying(engine.base_url) as (_, base), aiohttp.ClientSession() as session:
+            async with session.post(f"{base}/v1/completions", json=body) as answer:
+                got = await answer.content.readuntil(b"\n\n")
+                os.kill(engine.pid, signal.SIGKILL)
+                got += await answer.content.read()
+                assert json.loads(got.split(b"data: ")[-1])["error"]["code"] == 503
+            async with session.post(f"{base}/v1/completions", json=body) as answer:
+                assert answer.status == 503
+                assert "Retry-After" in answer.headers
+
+    asyncio.run(run())
+
+
+def test_metrics_of_several_engines_become_one_page() -> None:
+    page = '# HELP a_total Words.\n# TYPE a_total counter\na_total 1.0\n# TYPE b gauge\nb{x="1"} 2\nb{} 3\n'
+    text = merged([("r1", page), ("r2", page)])
+    assert text.splitlines() == [
+        "# HELP a_total Words.",
+        "# TYPE a_total counter",
+        'a_total{replica="r1"} 1.0',
+        'a_total{replica="r2"} 1.0',
+        "# TYPE b gauge",
+        'b{replica="r1",x="1"} 2',
+        'b{replica="r1"} 3',
+        'b{replica="r2",x="1"} 2',
+        'b{replica="r2"} 3',
+    ]
