@@ -56,7 +56,7 @@ def printed(table, width: int | None = None) -> str:
 
 def row(text: str, name: str) -> list[str]:
     """The cells of one trial's row."""
-    found = [line for line in text.splitlines() if re.match(rf"[* ] {re.escape(name)} ", line)]
+    found = [line for line in text.splitlines() if re.match(rf"[*+ ] {re.escape(name)} ", line)]
     assert len(found) == 1, text
     return found[0].split()
 
@@ -143,14 +143,24 @@ def test_without_a_best_nothing_is_marked(experiment, sweep):
     assert "k=4" in text
 
 
+def test_trials_that_none_beats_in_rate_and_latency_are_marked(experiment, tmp_path):
+    found = []
+    for k, decode, ttft in [(5, 268.2, 0.5), (6, 275.9, 0.9), (7, 262.2, 0.8)]:
+        measurement = made.measurement(decode, k, ttft_s=Quantity(value=ttft, n=5))
+        result = made.result(experiment, k, decode, tmp_path, measurements={made.WORKLOAD: measurement})
+        found.append(Recorded(result=result))
+    text = printed(report.campaign_table(experiment, found, found[1].result))
+    assert [row(text, name)[0] for name in ("k=5", "k=6", "k=7")] == ["+", "*", "k=7"]
+
+
 def test_only_params_that_differ_and_that_no_name_says_are_columns(experiment, sweep, tmp_path):
     text = printed(report.campaign_table(experiment, sweep, None))
     assert "num_speculative_tokens " not in text.splitlines()[1]
     named = []
-    for name, k, length in [("short", 5, 8192), ("long", 5, 65536)]:
-        params = {made.K: k, "engine.args.max-model-len": length}
-        spec = made.spec(experiment, k, name=name, params=params)
-        named.append(Recorded(result=made.result(experiment, k, 200.0, tmp_path, spec=spec)))
+    for name, rate, length in [("short", 210.0, 8192), ("long", 200.0, 65536)]:
+        params = {made.K: 5, "engine.args.max-model-len": length}
+        spec = made.spec(experiment, 5, name=name, params=params)
+        named.append(Recorded(result=made.result(experiment, 5, rate, tmp_path, spec=spec)))
     text = printed(report.campaign_table(experiment, named, None))
     assert "max-model-len" in text.splitlines()[1]
     assert "num_speculative_tokens" not in text

@@ -338,7 +338,8 @@ def test_a_resumed_campaign_is_the_same_run_and_holds_every_result_once(experime
     assert again.start_campaign("name: new", folder) == campaign
     assert again.record(first) == run_id
     changed = made.spec(experiment, 5, key="changed", engine=replace(experiment.engine, args={"max-num-seqs": 2}))
-    other = made.result(experiment, 5, 250.0, tmp_path / "changed", spec=changed)
+    later = "2026-11-29T15:10:00+00:00"
+    other = made.result(experiment, 5, 250.0, tmp_path / "changed", spec=changed, started_at=later)
     assert again.record(other) != run_id
     again.end_campaign("FINISHED", [first, other], first)
     assert [r.result for r in tracking.last_campaign(experiment)] == [first, other]
@@ -505,8 +506,33 @@ def test_a_deleted_experiment_is_told_with_the_cure(experiment):
 
 def test_an_unknown_run_is_told(store):
     _, experiment = store
-    with pytest.raises(TrackingError, match=r"run 'nope' cannot be read: .*not found"):
-        tracking.load_run(tracking.store_uri(experiment), "nope")
+    uri = tracking.store_uri(experiment)
+    with pytest.raises(TrackingError, match="no run and no recorded trial is called 'nope'"):
+        tracking.load_run(uri, "nope")
+    with pytest.raises(TrackingError, match=r"run '0{32}' cannot be read: .*not found"):
+        tracking.load_run(uri, "0" * 32)
+
+
+def test_a_run_that_holds_no_result_is_told(store):
+    tracker, experiment = store
+    with pytest.raises(TrackingError, match=r"result\.json of run .* cannot be read"):
+        tracking.load_run(tracking.store_uri(experiment), tracker.campaign_id)
+
+
+def test_a_trial_is_found_by_its_name(experiment, tmp_path):
+    uri = tracking.store_uri(experiment)
+    other = replace(experiment, name="other")
+    first = made.result(experiment, 6, 270.0, tmp_path / "1")
+    again = made.result(experiment, 6, 275.9, tmp_path / "2", started_at="2026-11-29T16:00:00+00:00")
+    elsewhere = made.result(other, 6, 100.0, tmp_path / "3", started_at="2026-11-29T17:00:00+00:00")
+    for owner, results in ((experiment, [first, again]), (other, [elsewhere])):
+        tracker = Tracker(owner)
+        tracker.start_campaign("")
+        for result in results:
+            tracker.record(result)
+        tracker.end_campaign("FINISHED", results, results[0])
+    assert tracking.load_run(uri, "k=6").result == elsewhere
+    assert tracking.load_run(uri, f"{experiment.name}/k=6").result == again
 
 
 def test_artifacts_stay_under_the_tracking_folder_whatever_the_working_directory(experiment, tmp_path, monkeypatch):

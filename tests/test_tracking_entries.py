@@ -11,6 +11,8 @@ import recorded_results as made
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator import trial
+from orchestrator.engines.base import Fact
 from orchestrator.metrics import Quantity
 from orchestrator.tracking import entries
 
@@ -94,7 +96,15 @@ def test_numbers_that_are_not_finite_are_left_out_and_named(tmp_path):
         huge=Quantity(value=1.0, low=-math.inf, high=math.inf),
     )
     odd = replace(odd, repeats={"tpot_s": (math.nan, 1.0, -math.inf)}, cold={"ttft_s": math.inf})
-    result = replace(result, measurements={made.WORKLOAD: odd})
+    odd = replace(odd, acceptance_by_position=(0.9, math.nan))
+    result = replace(
+        result,
+        measurements={made.WORKLOAD: odd},
+        memory={"gpu0_peak_gib": Fact(value=math.nan, source="NVML"), "model_gib": Fact(value=74.85, source="log")},
+        facts={"kv_tokens": Fact(value=math.inf, source="log")},
+        phases_s={"starting": math.nan},
+        memory_series={"gpu0_gib": [(0.0, math.nan), (math.inf, 1.0), (1.0, 2.0)]},
+    )
     entry = entries.entry(result, made.WORKLOAD)
     assert all(map(math.isfinite, entry.metrics.values()))
     assert entry.metrics[f"{made.WORKLOAD}/huge"] == 1.0
@@ -103,6 +113,9 @@ def test_numbers_that_are_not_finite_are_left_out_and_named(tmp_path):
     assert entry.tags["nonfinite"] == f"{made.WORKLOAD}/rate, {made.WORKLOAD}/tpot_s"
     assert "Infinity" not in entry.text
     assert "NaN" not in entry.text
+    back = trial.from_json(entry.text)
+    assert back == entries.finite(result)
+    assert (list(back.memory), list(back.facts), back.memory_series) == (["model_gib"], [], {"gpu0_gib": [(1.0, 2.0)]})
 
 
 def test_series_step_over_repeats_positions_and_time(tmp_path):

@@ -66,7 +66,7 @@ def test_a_server_that_goes_down_loses_nothing(tmp_path, capfd):
         assert tracking.champion(experiment).result == back[1].result
         assert tracking.previous(experiment).result == back[0].result
         assert tracking.load_run(uri, back[2].run_id).result == back[2].result
-        with pytest.raises(TrackingError, match="run 'nope' cannot be read"):
+        with pytest.raises(TrackingError, match="is called 'nope'"):
             tracking.load_run(uri, "nope")
     told = capfd.readouterr()
     assert (told.out, told.err) == ("", "")

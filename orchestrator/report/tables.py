@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.comparison import pareto
 from orchestrator.config import Experiment
 from orchestrator.engines.base import TrialStatus
 from orchestrator.metrics import Measurement
@@ -90,10 +91,12 @@ def _workload_table(workload: str, rows: Sequence[TrialResult], best: TrialResul
     for name in ("status", "decode tok/s", "TTFT s", "acc. rate", "acc. len", memory, "speed-up", "verdict", "n"):
         left = name in ("status", "verdict")
         table.add_column(name, justify="left" if left else "right", overflow="fold")
+    front = pareto(rows, f"{workload}/decode_tok_s", f"{workload}/ttft_s")
     for result in rows:
         is_best = same_trial(result, best)
         params = [brief(result.spec.params.get(key)) for key in varying]
-        cells = ["*" if is_best else "", result.spec.name, *params, *_cells(result, workload)]
+        on_front = len(front) > 1 and any(same_trial(result, other) for other in front)
+        cells = ["*" if is_best else "+" if on_front else "", result.spec.name, *params, *_cells(result, workload)]
         table.add_row(*map(Text, cells), style="bold green" if is_best else _style(result, workload))
     return table
 
@@ -156,4 +159,7 @@ def _explanations(trials: Sequence[TrialResult]) -> RenderableType:
 def _footnotes(trials: Sequence[TrialResult]) -> RenderableType:
     unused = {"GPU GiB", "RSS GiB"} - {_memory_column(trials)}
     notes = [f"{name}: {text}" for name, text in _FOOTNOTES.items() if name not in unused]
-    return Text("\n* the best.  " + ".  ".join(notes) + ".", style="dim")
+    return Text(
+        "\n* the best.  + no other trial has both a higher decode rate and a lower TTFT.  " + ".  ".join(notes) + ".",
+        style="dim",
+    )

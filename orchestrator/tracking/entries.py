@@ -154,10 +154,8 @@ def series(result: TrialResult) -> list[Sample]:
         by_position = measurement.acceptance_by_position or ()
         samples += [Sample(name=f"{workload}/acceptance_by_position", value=v, step=i) for i, v in _finite(by_position)]
     for name, points in result.memory_series.items():
-        kept = [(t, v) for t, v in points if math.isfinite(t) and math.isfinite(v)]
-        samples += [
-            Sample(name=f"memory/{name}.over_time", value=v, step=i, time_s=t) for i, (t, v) in enumerate(_thin(kept))
-        ]
+        kept = enumerate(_thin(_finite_points(points)))
+        samples += [Sample(name=f"memory/{name}.over_time", value=v, step=i, time_s=t) for i, (t, v) in kept]
     names = safe_names(s.name for s in samples)
     return [replace(s, name=names[s.name]) for s in samples]
 
@@ -224,14 +222,27 @@ def note(result: TrialResult) -> str:
 
 def finite(result: TrialResult) -> TrialResult:
     """The same result with every number that is not finite made absent, so that it is strict JSON."""
-    return replace(result, measurements={name: _finite_measurement(m) for name, m in result.measurements.items()})
+    return replace(
+        result,
+        measurements={name: _finite_measurement(m) for name, m in result.measurements.items()},
+        memory={name: fact for name, fact in result.memory.items() if math.isfinite(fact.value)},
+        facts={name: fact for name, fact in result.facts.items() if math.isfinite(fact.value)},
+        phases_s={name: seconds for name, seconds in result.phases_s.items() if math.isfinite(seconds)},
+        memory_series={name: _finite_points(points) for name, points in result.memory_series.items()},
+    )
+
+
+def _finite_points(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    return [(t, v) for t, v in points if math.isfinite(t) and math.isfinite(v)]
 
 
 def _finite_measurement(measurement: Measurement) -> Measurement:
+    rates = measurement.acceptance_by_position
     return replace(
         measurement,
         metrics={name: _finite_quantity(quantity) for name, quantity in measurement.metrics.items()},
         repeats={name: tuple(map(_finite_or_none, values)) for name, values in measurement.repeats.items()},
+        acceptance_by_position=rates if rates is None or all(map(math.isfinite, rates)) else None,
         cold={name: _finite_or_none(value) for name, value in measurement.cold.items()},
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from orchestrator import metrics
+from orchestrator import comparison, metrics
 from orchestrator.metrics import Quantity, RequestTrace
 from orchestrator.objective import value
 from orchestrator.trial import TrialResult
@@ -35,6 +35,9 @@ def campaign(results: Sequence[TrialResult], workload: str | None) -> dict[str, 
         assert name is not None
         if any(value(r, f"{name}/decode_tok_s") for r in results):
             found[f"decode_tok_s.{name}"] = sweep(results, f"{name}/decode_tok_s")
+        latency, rate = f"{name}/ttft_s", f"{name}/decode_tok_s"
+        if len(front := comparison.pareto(results, rate, latency)) > 1:
+            found[f"pareto.{name}"] = pareto(results, front, latency, rate)
     accepting = [r for r in results if any(m.acceptance_by_position for m in r.measurements.values())]
     if accepting:
         found["acceptance_by_position"] = acceptance_by_position(accepting)

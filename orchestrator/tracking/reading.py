@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,17 +55,34 @@ def last_campaign(experiment: Experiment, *, all: bool = False) -> list[Recorded
     ]
 
 
-def load_run(tracking_uri: str, run_id: str) -> Recorded:
-    """The result that one run holds. Raises TrackingError when there is no such run or it holds none."""
-    with border(tracking_uri, f"run {run_id!r} cannot be read"):
+def load_run(tracking_uri: str, run: str) -> Recorded:
+    """The result of one run: `run` is its id, or a trial's name, which means the newest trial of that name.
+
+    EXPERIMENT/NAME looks in one experiment only. Raises TrackingError when there is no such run or it holds no result.
+    """
+    with border(tracking_uri, f"run {run!r} cannot be read"):
         if is_missing(tracking_uri):
             raise TrackingError(f"tracking: {tracking_uri}: there is no such database")
         client = connect(tracking_uri)
-        run = client.get_run(run_id)
-    return recorded(client, tracking_uri, run)
+        found = client.get_run(run) if re.fullmatch("[0-9a-f]{32}", run) else next(_named(client, run), None)
+        if found is None:
+            raise TrackingError(f"tracking: {tracking_uri}: no run and no recorded trial is called {run!r}")
+    return recorded(client, tracking_uri, found)
+
+
+def _named(client: MlflowClient, name: str) -> Iterator[Run]:
+    """Trials of that name that hold a result, newest first."""
+    within, _, last = name.rpartition("/")
+    ended = []
+    for experiment in client.search_experiments():
+        runs = search(client, experiment.experiment_id, "tags.kind = 'trial'")
+        called = [run for run in runs if run.info.run_name in (name, *([last] if experiment.name == within else []))]
+        ended += [run for run in called if "result" in run.data.tags]
+    return iter(sorted(ended, key=lambda run: -run.info.start_time))
 
 
 def recorded(client: MlflowClient, uri: str, run: Run) -> Recorded:
+    """A run with the result that it holds. Raises TrackingError when it holds none that can be read."""
     run_id = str(run.info.run_id)
     with border(uri, f"result.json of run {run_id!r} cannot be read"), tempfile.TemporaryDirectory() as folder:
         text = Path(client.download_artifacts(run_id, "result.json", folder)).read_text(encoding="utf-8")
