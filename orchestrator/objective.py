@@ -14,43 +14,25 @@ from typing import Any
 
 from orchestrator.config import Experiment, Mode, Objective, TrialSpec, Workload, flatten
 from orchestrator.errors import ConfigError
-from orchestrator.metrics import Quantity, harmonic_mix
+from orchestrator.metrics import Quantity, harmonic_mix, measure_windows
 from orchestrator.trial import MEMORY_FACTS, TrialResult
 
 MEMORY = "memory"
-# Names of design.md section 6; the direction is what a person means by better.
-HIGHER_IS_BETTER = (
-    "decode_tok_s",
-    "output_tok_s",
-    "prefill_tok_s",
-    "acceptance_rate",
-    "acceptance_length",
-    "speedup",
-    "tokens_per_chunk",
-    "completion_tokens",
-    "prompt_tokens",
-    "requests_per_s",
-)
-LOWER_IS_BETTER = (
-    "ttft_s",
-    "ttft_p50_s",
-    "ttft_p90_s",
-    "ttft_p99_s",
-    "ttft_max_s",
-    "tpot_s",
-    "tpot_p90_s",
-    "tpot_p99_s",
-    "tpot_max_s",
-    "chunk_gap_s",
-    "chunk_gap_p99_s",
-    "chunk_gap_max_s",
-    "e2e_s",
-    "e2e_p90_s",
-    "e2e_p99_s",
-    "e2e_max_s",
-    "ttfc_s",
-    "lateness_s",
-    "error_rate",
+# What a workload is measured by: every name a Measurement has, and what with_campaign_metrics adds to it.
+METRICS = frozenset(measure_windows([]).metrics) | {"speedup"}
+HIGHER_IS_BETTER = frozenset(
+    {
+        "decode_tok_s",
+        "output_tok_s",
+        "prefill_tok_s",
+        "acceptance_rate",
+        "acceptance_length",
+        "speedup",
+        "tokens_per_chunk",
+        "prompt_tokens",
+        "completion_tokens",
+        "full_concurrency_share",
+    }
 )
 HIGHER_MEMORY = ("kv_available_gib", "kv_tokens", "max_concurrency")
 LOWER_MEMORY = ("gpu_peak_gib", "host_rss_peak_gib", "model_gib", "graph_gib", "peak_activation_gib")
@@ -228,7 +210,7 @@ def check_metric(experiment: Experiment, metric: str, key: str) -> None:
             require_name(name, {*HIGHER_MEMORY, *LOWER_MEMORY, *MEMORY_FACTS}, f"{key}: {metric!r}: memory value")
         return
     require_name(place, {*experiment.workloads, MEMORY}, f"{key}: {metric!r}: workload")
-    require_name(name, {*HIGHER_IS_BETTER, *LOWER_IS_BETTER}, f"{key}: {metric!r}: metric")
+    require_name(name, METRICS, f"{key}: {metric!r}: metric")
 
 
 def require_name(found: str, allowed: Iterable[str], what: str) -> None:

@@ -160,7 +160,7 @@ def _asks_no_less(spec: TrialSpec, witness: TrialResult) -> bool:
     for_kv = (witness.cause or "").startswith("kv")
     asked, known = _settings(spec), _settings(witness.spec)
     # What died under load did not fit together with that load.
-    if witness.phases_s.get("measuring") and spec.workloads != witness.spec.workloads:
+    if witness.cause == "out_of_memory_load" and spec.workloads != witness.spec.workloads:
         return False
     # A drafter comes on top of what did not fit without one.
     if not any("speculative" in key for key in known):

@@ -30,7 +30,18 @@ from orchestrator.objective import (
     value,
 )
 from orchestrator.pruning import clearly_worse, hopeless, in_order
-from orchestrator.space import Dimension, Plan, Skipped, draw, plan, points, same_configuration, swept_keys
+from orchestrator.space import (
+    Dimension,
+    Plan,
+    Skipped,
+    draw,
+    plan,
+    points,
+    same_configuration,
+    sampled,
+    suggest,
+    swept_keys,
+)
 from orchestrator.trial import TrialResult
 from orchestrator.verdict import Level
 
@@ -49,8 +60,10 @@ __all__ = [
     "pareto",
     "plan",
     "points",
+    "sampled",
     "score",
     "select",
+    "suggest",
     "value",
     "with_campaign_metrics",
 ]

@@ -9,9 +9,9 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from orchestrator.config import Experiment, TrialSpec, flatten, trial_spec
 from orchestrator.errors import ConfigError
@@ -39,6 +39,18 @@ class Plan:
 
     points: tuple[TrialSpec, ...]
     skipped: tuple[Skipped, ...] = ()
+
+
+class Suggester(Protocol):
+    """What an adaptive sampler is asked through; Optuna's trial has exactly these."""
+
+    def suggest_categorical(self, name: str, choices: Sequence[str]) -> Any: ...
+
+    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int: ...
+
+    def suggest_float(
+        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
+    ) -> float: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +128,24 @@ def draw(experiment: Experiment, suggest: Callable[[Dimension], Any]) -> dict[st
     return params
 
 
+def suggest(sampler: Suggester, dimension: Dimension) -> Any:
+    """One value of a dimension from an adaptive sampler; choices travel as JSON text, which every sampler can hold."""
+    if dimension.choices is not None:
+        texts = [json.dumps(choice, sort_keys=True) for choice in dimension.choices]
+        return dimension.choices[texts.index(sampler.suggest_categorical(dimension.key, texts))]
+    if dimension.integer:
+        low, high, step = int(dimension.low), int(dimension.high), int(dimension.step or 1)
+        return sampler.suggest_int(dimension.key, low, high, step=step, log=dimension.log)
+    return sampler.suggest_float(dimension.key, dimension.low, dimension.high, step=dimension.step, log=dimension.log)
+
+
+def sampled(experiment: Experiment, params: Mapping[str, Any], planned: Sequence[TrialSpec]) -> TrialSpec | Skipped:
+    """A drawn point as a trial, or why it is not started: no point is started twice."""
+    known = [(spec.name, dict(spec.params)) for spec in planned]
+    found = _without_duplicates(experiment, [*known, (point_name(params), dict(params))], [])
+    return found.skipped[-1] if found.skipped else found.points[-1]
+
+
 def same_configuration(first: TrialSpec, second: TrialSpec) -> bool:
     """Whether two points start and measure the same thing, whatever they are called."""
     return _identity(first) == _identity(second)
@@ -152,12 +182,12 @@ def _random_points(experiment: Experiment) -> tuple[list[dict[str, Any]], int]:
 def _suggest(generator: random.Random, dimension: Dimension) -> Any:
     if dimension.choices is not None:
         return generator.choice(dimension.choices)
+    if dimension.log:
+        drawn = dimension.low * (dimension.high / dimension.low) ** generator.random()
+        return round(drawn) if dimension.integer else drawn
     if dimension.step is not None or dimension.integer:
         step = dimension.step or 1
-        count = int((dimension.high - dimension.low) / step + 1e-9)
-        return dimension.low + step * generator.randint(0, count)
-    if dimension.log:
-        return dimension.low * (dimension.high / dimension.low) ** generator.random()
+        return dimension.low + step * generator.randint(0, int((dimension.high - dimension.low) / step + 1e-9))
     return generator.uniform(dimension.low, dimension.high)
 
 
@@ -179,8 +209,8 @@ def _dimension(key: str, body: Any) -> Dimension:
     if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
         raise ConfigError(f"{where}: low and high must be numbers, found {numbers[0]!r} and {numbers[1]!r}")
     low, high = numbers
-    if low > high or (body.get("log") and low <= 0):
-        raise ConfigError(f"{where}: found {low}..{high}, allowed is low <= high, and above 0 with log")
+    if low > high or (body.get("log") and (low <= 0 or body.get("step") is not None)):
+        raise ConfigError(f"{where}: found {body!r}, allowed is low <= high; with log, low above 0 and no step")
     return Dimension(key=key, low=low, high=high, step=body.get("step"), log=bool(body.get("log")), when=when or None)
 
 

@@ -24,8 +24,8 @@ PREFER_SMALL = Objective(metric=f"{CODE}/decode_tok_s", prefer={K: "min"})
 REPLAY = Path(__file__).parent.parent / "experiments" / "search-efficiency" / "replay.py"
 
 
-def _unfit(name: str, cause: str, phases_s: dict[str, float] | None = None, **args: Any) -> TrialResult:
-    return result(name, status=TrialStatus.UNFIT, cause=cause, args=_dashed(args), phases_s=phases_s or {})
+def _unfit(name: str, cause: str, **args: Any) -> TrialResult:
+    return result(name, status=TrialStatus.UNFIT, cause=cause, args=_dashed(args))
 
 
 def _dashed(args: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def test_less_memory_or_more_need_than_what_did_not_fit_is_skipped(args: dict[st
 
 
 def test_what_ran_out_of_memory_is_not_cured_by_taking_more() -> None:
-    out = _unfit("witness", "out_of_memory", {"measuring": 3.0}, gpu_memory_utilization=0.97, max_num_seqs=4)
+    out = _unfit("witness", "out_of_memory_load", gpu_memory_utilization=0.97, max_num_seqs=4)
     assert search.hopeless(spec("more", args=_dashed({"gpu_memory_utilization": 0.98, "max_num_seqs": 4})), [out])
     assert not search.hopeless(spec("less", args=_dashed({"gpu_memory_utilization": 0.96, "max_num_seqs": 4})), [out])
     other_load = spec("more", args=_dashed({"gpu_memory_utilization": 0.98, "max_num_seqs": 4}), workloads=(STORY,))
