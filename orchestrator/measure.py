@@ -109,14 +109,15 @@ class _Job:
             texts = await self._texts(client)
             warm_up, stalled = await self._warm_up(client, texts, on_progress)
             log_before = self.surroundings.log_text()
-            for repeat in range(0 if stalled else workload.repeats):
-                prompts = build_prompts(workload, self.name, texts, repeat, self.nonce_seed)
-                on_done = _counting(on_progress, "measuring", len(prompts) * repeat, total)
-                async with _watched(self.surroundings.foreign_gpu_users, foreign):
-                    windows.append(await self._repeat(client, prompts, repeat, on_done))
-                stalled = windows[-1].stalled
-                if stalled or not on_repeat(measure_windows(windows, warm_up)):
-                    break
+            with _garbage_frozen():
+                for repeat in range(0 if stalled else workload.repeats):
+                    prompts = build_prompts(workload, self.name, texts, repeat, self.nonce_seed)
+                    on_done = _counting(on_progress, "measuring", len(prompts) * repeat, total)
+                    async with _watched(self.surroundings.foreign_gpu_users, foreign):
+                        windows.append(await self._repeat(client, prompts, repeat, on_done))
+                    stalled = windows[-1].stalled
+                    if stalled or not on_repeat(measure_windows(windows, warm_up)):
+                        break
         log = appended(log_before, self.surroundings.log_text())
         run = self._judged(windows, warm_up, log, tuple(sorted(foreign)), [text.tokens for text in texts])
         if stalled:
@@ -172,10 +173,7 @@ class _Job:
         self, client: Client, prompts: Sequence[Prompt], repeat: int, on_done: Callable[[int], None]
     ) -> Window:
         before = await self._stats(client)
-        with _garbage_frozen():
-            window = await client.run(
-                prompts, self.workload, repeat, check=self.surroundings.check_alive, on_done=on_done
-            )
+        window = await client.run(prompts, self.workload, repeat, check=self.surroundings.check_alive, on_done=on_done)
         return replace(window, before=before, after=await self._stats(client))
 
     async def _stats(self, client: Client) -> EngineStats:
