@@ -17,7 +17,7 @@ from rich.text import Text
 
 from orchestrator.config import Experiment, flatten
 from orchestrator.metrics import Quantity
-from orchestrator.objective import HIGHER_IS_BETTER, LOWER_IS_BETTER, objective_metrics, value
+from orchestrator.objective import METRICS, objective_metrics, value
 from orchestrator.report.cells import brief, interval
 from orchestrator.report.documents import quantity_document
 from orchestrator.report.tables import plain_table
@@ -26,7 +26,6 @@ from orchestrator.trial import TrialResult
 if TYPE_CHECKING:
     from orchestrator.tracking import Recorded
 
-_METRICS = {*HIGHER_IS_BETTER, *LOWER_IS_BETTER}
 _DRAFT_TOKENS = ("num_speculative_tokens", "proposals")
 
 
@@ -151,9 +150,9 @@ def _column(name: str, kind: str | None) -> tuple[str, float] | None:
     for engine in ("vllm", "sglang", "llamacpp") if kind is None else ():
         bare = bare.removeprefix(f"{engine}_")
     seconds = bare.removesuffix("_ms") + "_s"
-    if bare.endswith("_ms") and seconds in _METRICS:
+    if bare.endswith("_ms") and seconds in METRICS:
         return seconds, 1e-3
-    return (bare, 1.0) if bare in _METRICS else None
+    return (bare, 1.0) if bare in METRICS else None
 
 
 def _labels(row: Mapping[str, str]) -> dict[str, str]:
