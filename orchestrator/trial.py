@@ -207,6 +207,8 @@ class _Story:
             surroundings=surroundings,
             on_progress=progress,
             on_repeat=go_on,
+            # Every engine is fresh, so that all trials may be asked exactly the same.
+            nonce_seed=str(workload.seed),
         )
         self.keep(name, run)
         if run.measurement.num_failed and run.measurement.num_failed == run.measurement.num_requests:
