@@ -84,7 +84,8 @@ def _unpack_one(manifest: dict[str, Any], folder: Path, into: Path, echo: Callab
     _write_scripts(site, target / "bin")
     own = target / "bin" / "python"
     # Without bytecode the first start of an engine is twice as slow.
-    subprocess.run([own, "-m", "compileall", "-q", "-j", "0", str(site)], stdout=subprocess.DEVNULL)
+    argv = [own, "-W", "ignore", "-m", "compileall", "-q", "-j", "0", str(site)]
+    subprocess.run(argv, stdout=subprocess.DEVNULL)
     _write_stamp(stamp, manifest)
     seconds = time.monotonic() - started
     echo(f"{name}: {manifest['engine']} {manifest['engine_version']} unpacked into {target} in {seconds:.0f} s")

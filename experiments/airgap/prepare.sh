@@ -23,6 +23,6 @@ maker=$(ls -d .engines/vllm/bin/python .engines/sglang/bin/python 2>/dev/null | 
 if [ -n "$maker" ] && [ ! -f .models/dsv4-flash-24l/config.json ]; then
   "$maker" experiments/h200-dspark-k-sweep/make_model.py .models/dsv4-flash-24l --layers 24
 fi
-if [ -n "$maker" ] && [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ] && [ ! -f .models/dsv4-flash/config.json ]; then
+if [ -n "$maker" ] && [ ! -f .models/dsv4-flash/config.json ]; then
   "$maker" experiments/h200-dspark-k-sweep/make_model.py .models/dsv4-flash --layers 43
 fi

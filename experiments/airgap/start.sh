@@ -10,8 +10,9 @@ if [ -f runs/chain.pid ] && kill -0 "$(cat runs/chain.pid)" 2>/dev/null; then
 fi
 : "${CUDA_HOME:=$(dirname "$(dirname "$(readlink -f "$(command -v nvcc)")")")}"
 export CUDA_HOME
-# Everything compiled at first use lands under HOME, where save.sh finds it.
-export CUTE_DSL_CACHE_DIR=$HOME/.cache/cutlass
+# The engines' caches of compiled kernels lie under .engines/.cache; so do those that only these variables move there.
+export CUTE_DSL_CACHE_DIR=$PWD/.engines/.cache/cute_dsl TVM_FFI_CACHE_DIR=$PWD/.engines/.cache/tvm-ffi
+export XDG_CACHE_HOME=$PWD/.engines/.cache/xdg
 # No network: nothing is looked up, nobody is told.
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0
 # The machine's memory grows as it is used; Ray would take the small beginning for the whole and kill the engine.
