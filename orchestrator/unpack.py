@@ -84,7 +84,7 @@ def _unpack_one(manifest: dict[str, Any], folder: Path, into: Path, echo: Callab
     _write_scripts(site, target / "bin")
     own = target / "bin" / "python"
     # Without bytecode the first start of an engine is twice as slow.
-    argv = [own, "-W", "ignore", "-m", "compileall", "-q", "-j", "0", str(site)]
+    argv = [str(own), "-W", "ignore", "-m", "compileall", "-q", "-j", "0", str(site)]
     subprocess.run(argv, stdout=subprocess.DEVNULL)
     _write_stamp(stamp, manifest)
     seconds = time.monotonic() - started
