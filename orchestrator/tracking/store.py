@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -72,27 +73,30 @@ def is_missing(uri: str) -> bool:
     return path is not None and not path.exists()
 
 
+def connect(uri: str) -> MlflowClient:
+    """A client of the store at `uri`; a database is made when missing. Raises TrackingError for a kind of store that
+    MLflow does not write to.
+    """
+    if not (is_server(uri) or "://" in uri) or uri.startswith("file:"):
+        raise TrackingError(
+            f"tracking.uri: found {uri!r}, which MLflow no longer writes to; allowed is a database such as "
+            "sqlite:///mlruns/mlflow.db, or the address of an MLflow server"
+        )
+    with _creation_lock(uri):
+        return MlflowClient(uri, registry_uri=uri)
+
+
 @contextmanager
-def creation_lock(uri: str) -> Iterator[None]:
-    """Held while a database may be created: MLflow's own lock lets two first users spoil each other's tables."""
+def _creation_lock(uri: str) -> Iterator[None]:
+    """Held while a client is made, which creates missing tables: MLflow's own lock lets two first users collide."""
     path = sqlite_path(uri)
-    if path is None:
+    if path is None or (path.exists() and not os.access(path.parent, os.W_OK)):
         yield
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f"{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def connect(uri: str) -> MlflowClient:
-    """A client of the store at `uri`. Raises TrackingError for a kind of store that MLflow does not write to."""
-    if not (is_server(uri) or "://" in uri) or uri.startswith("file:"):
-        raise TrackingError(
-            f"tracking.uri: found {uri!r}, which MLflow no longer writes to; allowed is a database such as "
-            "sqlite:///mlruns/mlflow.db, or the address of an MLflow server"
-        )
-    return MlflowClient(uri, registry_uri=uri)
 
 
 @contextmanager

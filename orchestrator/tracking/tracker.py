@@ -27,7 +27,6 @@ from orchestrator.tracking.store import (
     border,
     campaigns,
     connect,
-    creation_lock,
     is_server,
     search,
     store_uri,
@@ -58,7 +57,7 @@ class Tracker:
         self._lock = threading.RLock()
         self._open: dict[tuple[str, str], list[str]] = {}
         self._recorded: dict[str, str] = {}
-        with border(self.uri, "cannot be opened"), creation_lock(self.uri):
+        with border(self.uri, "cannot be opened"):
             self._client = connect(self.uri)
             self._experiment_id = self._experiment(Path(experiment.tracking.folder))
 
