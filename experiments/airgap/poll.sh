@@ -3,9 +3,9 @@
 #   poll.sh SECONDS
 set -uo pipefail
 until_s=$((SECONDS + $1))
-while [ -f runs/chain.pid ] && [ $SECONDS -lt $until_s ]; do sleep 3; done
-[ -f runs/chain.pid ] && echo "still running" || echo "nothing is running"
-for log in runs/*.log; do
+while [ -f mlruns/chain/chain.pid ] && [ $SECONDS -lt $until_s ]; do sleep 3; done
+[ -f mlruns/chain/chain.pid ] && echo "still running" || echo "nothing is running"
+for log in mlruns/chain/*.log; do
   echo "== $log, exit $(cat "${log%.log}.rc" 2>/dev/null || echo none yet)"
   tail -n 12 "$log" | cut -c1-200
 done

@@ -9,7 +9,7 @@ mkdir -p "$out"
 export XZ_OPT=-T0
 for what in "${@:-results}"; do
   case $what in
-    results) folders="mlruns runs" ;;
+    results) folders=mlruns ;;
     jit) folders=.engines/.cache ;;
     *) echo "save.sh: $what: allowed are results and jit" >&2 && exit 2 ;;
   esac

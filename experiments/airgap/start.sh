@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # On the air-gapped host, in the project's folder: run experiments one after another in a session of their own, which
 # outlives the command that started it. Finished trials are skipped, so it may be started again.
-#   start.sh CONF...          progress in runs/NAME.log, exit code in runs/NAME.rc; runs/chain.pid tells the session
+#   start.sh 'CONF [key=value ...]'...    progress in mlruns/chain/NAME.log, exit code in mlruns/chain/NAME.rc, session in mlruns/chain/chain.pid
 set -euo pipefail
-mkdir -p runs
-if [ -f runs/chain.pid ] && kill -0 "$(cat runs/chain.pid)" 2>/dev/null; then
-  echo "still running: session $(cat runs/chain.pid)"
+mkdir -p mlruns/chain
+if [ -f mlruns/chain/chain.pid ] && kill -0 "$(cat mlruns/chain/chain.pid)" 2>/dev/null; then
+  echo "still running: session $(cat mlruns/chain/chain.pid)"
   exit 1
 fi
 : "${CUDA_HOME:=$(dirname "$(dirname "$(readlink -f "$(command -v nvcc)")")")}"
@@ -20,13 +20,15 @@ export RAY_memory_monitor_refresh_ms=0
 # Multicast stays off for every process here, not only for the engines that the machine files speak of.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 setsid bash -c '
-  echo $$ >runs/chain.pid
-  for conf in "$@"; do
-    name=$(basename "$conf" .yaml)
-    rm -f "runs/$name.rc"
-    .engines/orchestrator/bin/python -m orchestrator tune "$conf" --resume >>"runs/$name.log" 2>&1
-    echo $? >"runs/$name.rc"
+  echo $$ >mlruns/chain/chain.pid
+  for words in "$@"; do
+    read -ra conf <<<"$words"
+    name=$(basename "${conf[0]}" .yaml)
+    rm -f "mlruns/chain/$name.rc"
+    .engines/orchestrator/bin/python -m orchestrator tune "${conf[@]}" --resume >>"mlruns/chain/$name.log" 2>&1
+    echo $? >"mlruns/chain/$name.rc"
   done
-  rm -f runs/chain.pid
+  rm -f mlruns/chain/chain.pid
 ' chain "$@" </dev/null >/dev/null 2>&1 &
+sleep 1
 echo "started: $*"
