@@ -1,53 +1,69 @@
-"""This node's facts: GPUs and who uses them, memory over time, topology, provenance. Never changes a setting."""
+"""This node's GPUs: their memory and who uses it, links, and those that must not be used again. Changes no setting."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import platform
-import subprocess
-import threading
+import json
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from importlib import metadata
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pynvml
 
-from orchestrator.engines.base import Fact
+from orchestrator import claims
 
 GIB = 1024**3
 # A process-free GPU still shows a little memory in use (driver, other users' contexts being torn down).
 FREE_SLACK_GIB = 0.75
+# Below this much in use without a process there is nothing to wait for.
+IDLE_GIB = 1.5
+POLL_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuUser:
-    """A process that holds memory on a GPU. used_gib is None where the driver does not tell."""
+    """A process that holds memory on a GPU. used_gib is None where the driver does not tell.
+
+    name is None for a process that this node does not show (another container's, or one that has just ended).
+    """
 
     pid: int
-    name: str
+    name: str | None
     used_gib: float | None
+    state: str | None = None
+
+    def __str__(self) -> str:
+        known = f"{self.name}{f', {self.state}' if self.state else ''}" if self.name else "not visible from here"
+        return f"pid {self.pid} ({known})" + ("" if self.used_gib is None else f" {self.used_gib:.1f} GiB")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU as NVML sees it. Memory is None where the driver answers "not supported"."""
+    """One GPU, or a MIG slice of it, as NVML sees it.
+
+    used_gib and total_gib are None where the driver does not tell; used_gib is then the sum over the processes, if
+    those are told. used_source says which. fault: why NVML cannot use this GPU, None for a healthy one.
+    """
 
     index: int
     uuid: str
     name: str
     total_gib: float | None
     used_gib: float | None
+    used_source: str | None = None
     users: tuple[GpuUser, ...] = ()
+    fault: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.total_gib:.0f} GiB" if self.total_gib else self.name
 
 
 @contextlib.contextmanager
-def _nvml() -> Iterator[bool]:
-    """Whether NVML can be used; without a driver every GPU fact is unknown."""
+def nvml() -> Iterator[bool]:
+    """Whether NVML can be used; without a driver every GPU fact is unknown. Nested uses cost nothing."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -60,39 +76,70 @@ def _nvml() -> Iterator[bool]:
 
 
 def gpus(ids: tuple[str, ...] | None = None) -> list[Gpu]:
-    """The GPUs of this node, or those named by index or UUID. Empty where there is no NVIDIA driver."""
-    with _nvml() as available:
+    """The GPUs of this node, or those named by index, by UUID (or its beginning) or as a MIG slice.
+
+    Empty where there is no NVIDIA driver; a name that NVML does not know is left out.
+    """
+    with nvml() as available:
         if not available:
             return []
-        seen = [_gpu(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    if ids is None:
-        return seen
-    return [gpu for gpu in seen if str(gpu.index) in ids or gpu.uuid in ids]
+        seen = [_gpu(index) for index in range(_supported(pynvml.nvmlDeviceGetCount) or 0)]
+        if ids is None:
+            return seen
+        return [gpu for gpu_id in ids if (gpu := _named(gpu_id, seen)) is not None]
+
+
+def _named(gpu_id: str, seen: list[Gpu]) -> Gpu | None:
+    if gpu_id.startswith("MIG-"):
+        handle = _supported(pynvml.nvmlDeviceGetHandleByUUID, gpu_id)
+        parent = _supported(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, handle)
+        index = _supported(pynvml.nvmlDeviceGetIndex, parent)
+        return None if handle is None or index is None else _read(handle, index, gpu_id)
+    whole = (gpu for gpu in seen if gpu_id == str(gpu.index) or (gpu_id[:4] == "GPU-" and gpu.uuid.startswith(gpu_id)))
+    return next(whole, None)
 
 
 def _gpu(index: int) -> Gpu:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        uuid = _text(pynvml.nvmlDeviceGetUUID(handle))
+    except pynvml.NVMLError as error:
+        return Gpu(
+            index=index, uuid=f"index-{index}", name="unusable GPU", total_gib=None, used_gib=None, fault=str(error)
+        )
+    return _read(handle, index, uuid)
+
+
+def _read(handle: Any, index: int, uuid: str) -> Gpu:
     memory = _supported(pynvml.nvmlDeviceGetMemoryInfo, handle)
     processes = _supported(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
-    users = tuple(
-        GpuUser(
-            pid=process.pid,
-            name=_process_name(process.pid),
-            used_gib=process.usedGpuMemory / GIB if process.usedGpuMemory else None,
-        )
-        for process in processes
-    )
-    used = memory.used / GIB if memory else None
-    if used is None and users and all(user.used_gib is not None for user in users):
-        used = sum(user.used_gib or 0.0 for user in users)
+    users = tuple(_user(process.pid, process.usedGpuMemory) for process in processes)
+    used = memory.used / GIB if memory else _sum_over(users)
+    source = "NVML" if memory else "NVML, sum over the processes" if used is not None else None
     return Gpu(
         index=index,
-        uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
-        name=_text(pynvml.nvmlDeviceGetName(handle)),
+        uuid=uuid,
+        name=_text(_supported(pynvml.nvmlDeviceGetName, handle) or "unknown GPU"),
         total_gib=memory.total / GIB if memory else None,
         used_gib=used,
+        used_source=source,
         users=users,
     )
+
+
+def _sum_over(users: tuple[GpuUser, ...]) -> float | None:
+    """None unless every process is told: a part of the sum would be a wrong number."""
+    known = [user.used_gib for user in users if user.used_gib is not None]
+    return sum(known) if users and len(known) == len(users) else None
+
+
+def _user(pid: int, used_bytes: int | None) -> GpuUser:
+    name = state = None
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        name, status = process.name(), process.status()
+        state = None if status in (psutil.STATUS_RUNNING, psutil.STATUS_SLEEPING) else str(status)
+    return GpuUser(pid=pid, name=name, used_gib=used_bytes / GIB if used_bytes else None, state=state)
 
 
 def _supported(query: Callable[..., Any], *arguments: object) -> Any:
@@ -107,127 +154,98 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _process_name(pid: int) -> str:
-    try:
-        return psutil.Process(pid).name()
-    except psutil.Error:
-        return "unknown"
-
-
 def foreign_users(ids: tuple[str, ...], own_pids: frozenset[int]) -> tuple[str, ...]:
     """Who else is on these GPUs, as `GPU 1: pid 4242 (python) 2.0 GiB`."""
-    return tuple(
-        f"GPU {gpu.index}: pid {user.pid} ({user.name})"
-        + (f" {user.used_gib:.1f} GiB" if user.used_gib is not None else "")
-        for gpu in gpus(ids)
-        for user in gpu.users
-        if user.pid not in own_pids
-    )
+    return tuple(f"GPU {gpu.index}: {user}" for gpu in gpus(ids) for user in gpu.users if user.pid not in own_pids)
 
 
-def wait_until_free(ids: tuple[str, ...], baseline_gib: dict[str, float | None], timeout_s: float) -> tuple[str, ...]:
-    """Wait until each GPU is back at its baseline. Returns a sentence per GPU that is not, empty when all are."""
+def hidden_users(ids: tuple[str, ...]) -> frozenset[int]:
+    """Pids on these GPUs that this node does not show: in a container NVML may tell the host's pids, also of ours."""
+    return frozenset(user.pid for gpu in gpus(ids) for user in gpu.users if user.name is None)
+
+
+def settled(ids: tuple[str, ...], timeout_s: float) -> dict[str, float | None]:
+    """Memory in use per UUID, GiB, once it no longer falls: an engine's memory is freed later than its process dies."""
+    deadline = time.monotonic() + timeout_s
+    before = gpus(ids)
+    while any(not gpu.users and (gpu.used_gib or 0.0) > IDLE_GIB for gpu in before) and time.monotonic() < deadline:
+        time.sleep(4 * POLL_S)
+        now = gpus(ids)
+        falling = [
+            b for a, b in zip(before, now, strict=True) if a.used_gib and b.used_gib and b.used_gib < a.used_gib - 0.1
+        ]
+        before = now
+        if not falling:
+            break
+    return {gpu.uuid: gpu.used_gib for gpu in before}
+
+
+def wait_until_free(
+    ids: tuple[str, ...], baseline_gib: Mapping[str, float | None], timeout_s: float
+) -> tuple[str, ...]:
+    """Wait until each GPU is back at its baseline. Returns a sentence per GPU that is not, empty when all are.
+
+    Such a GPU is quarantined: `quarantined` names it until it is free again.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
-        held = [
-            gpu
-            for gpu in gpus(ids)
-            if gpu.used_gib is not None
-            and (before := baseline_gib.get(gpu.uuid)) is not None
-            and gpu.used_gib > before + FREE_SLACK_GIB
-        ]
+        held = [gpu for gpu in gpus(ids) if not _is_free(gpu, baseline_gib.get(gpu.uuid))]
         if not held:
             return ()
         if time.monotonic() > deadline:
-            return tuple(
-                f"GPU {gpu.index} still holds {gpu.used_gib:.1f} GiB, {baseline_gib[gpu.uuid]:.1f} GiB before the trial"
-                + "".join(f"; pid {user.pid} ({user.name})" for user in gpu.users)
-                for gpu in held
-            )
-        time.sleep(0.25)
+            return tuple(_quarantine(gpu, baseline_gib.get(gpu.uuid)) for gpu in held)
+        time.sleep(POLL_S)
 
 
-def tree_pids(pid: int) -> frozenset[int]:
-    """A process and all its descendants; empty when it is gone."""
-    try:
-        process = psutil.Process(pid)
-        return frozenset({pid, *(child.pid for child in process.children(recursive=True))})
-    except psutil.NoSuchProcess:
-        return frozenset()
+def _is_free(gpu: Gpu, baseline_gib: float | None) -> bool:
+    if gpu.used_gib is None or baseline_gib is None:
+        return not gpu.users
+    return gpu.used_gib <= baseline_gib + FREE_SLACK_GIB
 
 
-def _tree_rss_gib(pid: int) -> float | None:
-    total, seen = 0.0, False
-    for member in tree_pids(pid):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            total += psutil.Process(member).memory_info().rss / GIB
-            seen = True
-    return total if seen else None
+def _quarantine(gpu: Gpu, baseline_gib: float | None) -> str:
+    used = "memory" if gpu.used_gib is None else f"{gpu.used_gib:.1f} GiB"
+    before = "" if baseline_gib is None else f", {baseline_gib:.1f} GiB before the trial"
+    holders = ", ".join(map(str, gpu.users)) or "no process that NVML shows"
+    sentence = f"GPU {gpu.index} still holds {used}{before}; held by {holders}"
+    document = {"sentence": sentence, "baseline_gib": baseline_gib}
+    _quarantine_file(gpu).write_text(json.dumps(document), encoding="utf-8")
+    return sentence
 
 
-@dataclass(slots=True, kw_only=True)
-class MemorySampler:
-    """Samples GPU memory and the engine tree's resident memory in a thread between start and stop.
+def quarantined(ids: tuple[str, ...]) -> tuple[str, ...]:
+    """Why these GPUs must not be used: a sentence for each that an earlier trial left occupied and that still is."""
+    sentences = []
+    for gpu in gpus(ids):
+        with contextlib.suppress(FileNotFoundError):
+            document = json.loads(_quarantine_file(gpu).read_text(encoding="utf-8"))
+            if _is_free(gpu, document["baseline_gib"]):
+                _quarantine_file(gpu).unlink()
+            else:
+                sentences.append(f"in quarantine: {document['sentence']}")
+    return tuple(sentences)
 
-    series[name] is [(seconds since the start, GiB)]; names are gpuN_used_gib and host_rss_gib.
-    """
 
-    pid: int
-    gpu_ids: tuple[str, ...]
-    interval_s: float = 0.5
-    series: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    _stop: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        started = time.monotonic()
-        while True:
-            self._sample(time.monotonic() - started)
-            if self._stop.wait(self.interval_s):
-                return
-
-    def _sample(self, at_s: float) -> None:
-        values = {f"gpu{gpu.index}_used_gib": gpu.used_gib for gpu in gpus(self.gpu_ids)} if self.gpu_ids else {}
-        values["host_rss_gib"] = _tree_rss_gib(self.pid)
-        for name, value in values.items():
-            if value is not None:
-                self.series.setdefault(name, []).append((round(at_s, 3), round(value, 4)))
-
-    def peaks(self) -> dict[str, Fact]:
-        """The largest sample of each series, named gpuN_peak_gib and host_rss_peak_gib."""
-        return {
-            name.replace("_used_gib", "_peak_gib").replace("rss_gib", "rss_peak_gib"): Fact(
-                value=max(value for _, value in samples),
-                source=f"{'NVML' if name.startswith('gpu') else 'psutil, resident memory of the process tree'}, "
-                f"largest of {len(samples)} samples",
-            )
-            for name, samples in self.series.items()
-        }
+def _quarantine_file(gpu: Gpu) -> Path:
+    return claims.node_folder() / f"quarantine-{gpu.uuid.replace('/', '_')}.json"
 
 
 def topology() -> list[dict[str, object]]:
     """Every pair of GPUs: how near they are and whether one can read the other's memory."""
-    with _nvml() as available:
+    with nvml() as available:
         if not available:
             return []
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        count = _supported(pynvml.nvmlDeviceGetCount) or 0
+        handles = [_supported(pynvml.nvmlDeviceGetHandleByIndex, index) for index in range(count)]
         return [
             {
                 "pair": [a, b],
                 "common_ancestor_level": _supported(pynvml.nvmlDeviceGetTopologyCommonAncestor, handles[a], handles[b]),
                 "p2p_read": _p2p(handles[a], handles[b]),
             }
-            for a in range(len(handles))
-            for b in range(a + 1, len(handles))
+            for a in range(count)
+            for b in range(a + 1, count)
+            if handles[a] is not None and handles[b] is not None
         ]
 
 
@@ -235,52 +253,18 @@ def _p2p(a: object, b: object) -> str | None:
     status = _supported(pynvml.nvmlDeviceGetP2PStatus, a, b, pynvml.NVML_P2P_CAPS_INDEX_READ)
     if status is None:
         return None
-    return "ok" if status == pynvml.NVML_P2P_STATUS_OK else f"not supported (status {status})"
+    words = {
+        pynvml.NVML_P2P_STATUS_OK: "ok",
+        pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED: "not supported by the chipset",
+        pynvml.NVML_P2P_STATUS_GPU_NOT_SUPPORTED: "not supported by the GPU",
+        pynvml.NVML_P2P_STATUS_IOH_TOPOLOGY_NOT_SUPPORTED: "not supported by the topology",
+        pynvml.NVML_P2P_STATUS_DISABLED_BY_REGKEY: "disabled",
+        pynvml.NVML_P2P_STATUS_NOT_SUPPORTED: "not supported",
+    }
+    return words.get(status, f"unknown (status {status})")
 
 
 def driver_version() -> str | None:
-    with _nvml() as available:
-        return _text(pynvml.nvmlSystemGetDriverVersion()) if available else None
-
-
-def provenance(engine_version: str | None) -> dict[str, Any]:
-    """What a reader needs to judge or repeat a number: machine, GPUs, driver, versions, commit."""
-    versions = {name: _version(name) for name in ("orchestrator", "ray", "mlflow", "omegaconf", "aiohttp", "numpy")}
-    return {
-        "hostname": platform.node(),
-        "os": platform.platform(),
-        "python": platform.python_version(),
-        "cpu": _cpu_name(),
-        "num_cpus": os.cpu_count(),
-        "memory_gib": round(psutil.virtual_memory().total / GIB, 1),
-        "gpus": [f"{gpu.name} {gpu.total_gib:.0f} GiB" if gpu.total_gib else gpu.name for gpu in gpus()],
-        "driver": driver_version(),
-        "topology": topology(),
-        "engine_version": engine_version,
-        "versions": versions,
-        "git_commit": _git_commit(),
-    }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _cpu_name() -> str | None:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or None
-
-
-def _git_commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return answer.stdout.strip() or None
+    with nvml() as available:
+        version = _supported(pynvml.nvmlSystemGetDriverVersion) if available else None
+    return _text(version) if version else None

@@ -47,14 +47,19 @@ class CampaignPlan:
         """The plan for a person: each command line whole, so that it can be pasted into a shell."""
         placement = self.experiment.placement
         where = f"{placement.gpus} GPUs and {placement.cpus} CPUs of one node"
-        text = [f"{self.experiment.name}: {len(self.launches)} trials, {self.num_starts} engine starts, each on {where}"]
+        text = [
+            f"{self.experiment.name}: {len(self.launches)} trials, {self.num_starts} engine starts, each on {where}"
+        ]
         for number, (spec, plan) in enumerate(self.launches, start=1):
             text += ["", f"# {number} {spec.name}", server.shell_line(plan)]
         text += ["", *(f"skipped {name}: {why}" for name, why in self.skipped)] if self.skipped else []
         if self.estimate_s is None:
             text += ["", "No estimate of the time yet: no trial of this experiment has been timed on this machine."]
         else:
-            text += ["", f"About {self.estimate_s / 60:.0f} min, from the trials of this experiment that were timed here."]
+            text += [
+                "",
+                f"About {self.estimate_s / 60:.0f} min, from the trials of this experiment that were timed here.",
+            ]
         return text
 
 

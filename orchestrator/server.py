@@ -1,12 +1,11 @@
 """LaunchPlan -> ready process -> gone, with the GPU memory free again.
 
-An engine runs below a keeper (keeper.py) in its own session, on a port and a compile-cache slot that nobody else on
-this node uses. Ready means: health answers, the model's id is listed, and one real completion returned a token.
+An engine runs below a keeper (keeper.py) in its own session, on ports, GPUs and a compile-cache slot that nobody else
+on this node uses. What it leaves behind all the same is found by its mark (leftovers.py).
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -22,27 +21,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import psutil
-
-from orchestrator import client, host
-from orchestrator.claims import cache_slot, reserved_port
+from orchestrator import claims, host, leftovers
 from orchestrator.client import Target
 from orchestrator.config import EngineSpec
 from orchestrator.engines.base import Diagnosis, Engine, LaunchPlan, TrialStatus
 from orchestrator.errors import EngineFailure, MachineError
+from orchestrator.memory import tree_pids
+from orchestrator.readiness import wait_ready
 
 KEEPER = Path(__file__).with_name("keeper.py")
-POLL_S = 0.1
-HEALTH_TIMEOUT_S = 10.0
-# In every engine's environment: who started it, so that what outlives both its keeper and its owner can be found.
-MARKER = "ORCHESTRATOR_OWNER"
+LISTEN_S = 0.025
 GPU_RELEASE_TIMEOUT_S = 90.0
+# The keeper's own patience after KILL, and a little more.
+KEEPER_SLACK_S = 15.0
 LOG_HEAD_BYTES, LOG_TAIL_BYTES = 4 << 20, 8 << 20
-# What Ray and our own environment put into this process and an engine must not inherit.
+# What Ray, a launcher and our own environment put into this process and an engine must not inherit: it would change
+# how it runs, or where its processes meet.
 NOT_INHERITED = re.compile(
-    r"^(RAY_|PYTHONHOME$|PYTHONPATH$|VIRTUAL_ENV$|MLFLOW_|OMP_NUM_THREADS$|CUDA_VISIBLE_DEVICES$)"
+    r"^(RAY_|TUNE_|SERVE_|MLFLOW_|PYTEST_|PYTHONHOME$|PYTHONPATH$|PYTHONSTARTUP$|VIRTUAL_ENV|CONDA_|OMP_NUM_THREADS$"
+    r"|CUDA_VISIBLE_DEVICES$|MASTER_ADDR$|MASTER_PORT$|(LOCAL_|GROUP_|NODE_)?RANK$|(LOCAL_)?WORLD_SIZE$|TORCHELASTIC_"
+    r"|VLLM_(PORT|HOST_IP|DP_\w+|API_KEY)$|LLAMA_ARG_|LLAMA_API_KEY$)"
 )
+# What a person has set for engines in the shell reaches them, and is written down with the result.
+ENGINE_SETTING = re.compile(r"^(VLLM|SGLANG|LLAMA|GGML|NCCL|TORCH|PYTORCH|CUDA|TRITON|FLASHINFER|HF|OMP|MKL|KMP)_")
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
 
 
@@ -55,12 +56,20 @@ class Server:
     target: Target
     keeper: subprocess.Popen[bytes]
     owner_end: socket.socket
+    mark: str
+    gpu_ids: tuple[str, ...] = ()
+    # The environment it was given beyond what the plan says, secrets masked: claims, and engine settings inherited.
+    given_env: Mapping[str, str] = field(default_factory=dict)
+    started_s: float = field(default_factory=time.time)
     pid: int | None = None
     exit_code: int | None = None
     left: tuple[int, ...] = ()
     # Sentences about GPUs that did not return to their baseline after the end; such a GPU is not to be used again.
     held: tuple[str, ...] = ()
     _unread: bytes = field(default=b"", repr=False)
+    _seen_pids: frozenset[int] = frozenset()
+    _shared_memory: frozenset[Path] = frozenset()
+    _hidden_pids: frozenset[int] = frozenset()
 
     def log_text(self) -> str:
         """The engine's log so far; of a very long one the head and the tail, where causes and ends are."""
@@ -74,7 +83,11 @@ class Server:
 
     def pids(self) -> frozenset[int]:
         """The engine's processes, the keeper included."""
-        return host.tree_pids(self.keeper.pid)
+        return tree_pids(self.keeper.pid)
+
+    def foreign_gpu_users(self) -> tuple[str, ...]:
+        """Who else is on the engine's GPUs."""
+        return host.foreign_users(self.gpu_ids, self.pids() | self._hidden_pids) if self.gpu_ids else ()
 
     def check_alive(self) -> None:
         """Raises EngineFailure, with the explanation from the log, when the engine has ended."""
@@ -90,11 +103,43 @@ class Server:
                 )
             )
 
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the keeper, or the engine, ended within the time."""
+        deadline = time.monotonic() + timeout_s
+        while self.keeper.poll() is None and self.exit_code is None and time.monotonic() < deadline:
+            self._listen(LISTEN_S)
+        return self.keeper.poll() is not None
+
+    def note_traces(self) -> None:
+        """Remember what would be left if every process of the engine were killed now."""
+        pids = self.pids()
+        self._seen_pids |= pids | ({self.pid} if self.pid else set())
+        self._shared_memory |= leftovers.shared_memory(pids)
+
+    def record(self) -> dict[str, Any]:
+        """What is written down of this start: argv, environment (secrets masked), where it ran."""
+        return {
+            "argv": list(self.plan.argv),
+            "env": masked(self.plan.env),
+            "given_env": dict(self.given_env),
+            "gpu_ids": list(self.gpu_ids),
+            "base_url": self.plan.base_url,
+            "log": str(self.plan.log_path),
+            "proposals": self.plan.proposals,
+            "parallel_size": self.plan.parallel_size,
+            "warnings": list(self.plan.warnings),
+        }
+
     def _listen(self, timeout_s: float) -> None:
         """Take in what the keeper said; its messages are whole JSON lines."""
         self.owner_end.settimeout(timeout_s or 0.000001)
-        with contextlib.suppress(TimeoutError, BlockingIOError, ConnectionResetError):
+        try:
             self._unread += self.owner_end.recv(4096)
+        except (TimeoutError, BlockingIOError):
+            return
+        except ConnectionResetError:
+            # The keeper is gone; poll() says so in a moment.
+            time.sleep(timeout_s)
         *lines, self._unread = self._unread.split(b"\n")
         for line in lines:
             message = json.loads(line)
@@ -102,13 +147,22 @@ class Server:
             self.exit_code = message.get("exit", self.exit_code)
             self.left = tuple(message.get("left", self.left))
 
-    def _wait(self, timeout_s: float) -> bool:
-        """Whether the keeper ended within the time, its messages taken in."""
-        deadline = time.monotonic() + timeout_s
+    def _stop(self, grace_s: float) -> None:
+        """End the tree through the keeper, reap it, and remove what it left."""
+        self.note_traces()
+        with contextlib.suppress(OSError):
+            self.owner_end.send(b"T")
+        deadline = time.monotonic() + grace_s + KEEPER_SLACK_S
         while self.keeper.poll() is None and time.monotonic() < deadline:
-            self._listen(POLL_S / 4)
+            self._listen(LISTEN_S)
         self._listen(0.0)
-        return self.keeper.poll() is not None
+        if self.keeper.poll() is None:
+            self.keeper.kill()
+            self.keeper.wait()
+        self.owner_end.close()
+        if self.keeper.returncode != 0:
+            self.left = leftovers.kill_marked(self.mark)
+        leftovers.remove_shared_memory(self._shared_memory, self._seen_pids, self.started_s - 1.0)
 
 
 @contextlib.contextmanager
@@ -127,21 +181,31 @@ def running(
     Raises EngineFailure when it does not become ready, MachineError when this node cannot start it at all.
     What outlived the end all the same is told by the Server that on_start was given: `left` pids, `held` GPUs.
     """
-    sweep_leftovers()
-    with reserved_port(ports) as port, cache_slot(Path(spec.root) / ".engines" / ".cache") as caches:
+    leftovers.sweep()
+    with (
+        claims.reserved_port(ports) as port,
+        claims.cache_slot(Path(spec.root) / ".engines" / "cache") as caches,
+        claims.scrap_folder() as scraps,
+    ):
         plan = engine.plan(spec, port, workdir)
         check_program(plan)
-        _check_gpus(plan, gpu_ids)
-        baseline = {gpu.uuid: gpu.used_gib for gpu in host.gpus(gpu_ids)} if gpu_ids else {}
-        server = _spawn(engine, plan, spec, gpu_ids, {**caches, **(extra_env or {})})
-        try:
-            on_start(server)
-            _wait_ready(server, spec)
-            yield server
-        finally:
-            _stop(server, spec.stop.grace_s)
-            if gpu_ids:
-                server.held = host.wait_until_free(gpu_ids, baseline, GPU_RELEASE_TIMEOUT_S)
+        with _gpus_of_our_own(plan, gpu_ids) as baseline:
+            given = {**caches, "TMPDIR": str(scraps), **(extra_env or {})}
+            server = _spawn(engine, plan, spec, gpu_ids, given)
+            try:
+                on_start(server)
+                wait_ready(server, spec)
+                server.note_traces()
+                server._hidden_pids = host.hidden_users(gpu_ids) if gpu_ids else frozenset()
+                yield server
+            except EngineFailure as failure:
+                if failure.diagnosis.cause == "cache_broken":
+                    claims.empty(caches)
+                raise
+            finally:
+                server._stop(spec.stop.grace_s)
+                if gpu_ids:
+                    server.held = host.wait_until_free(gpu_ids, baseline, GPU_RELEASE_TIMEOUT_S)
 
 
 def masked(env: Mapping[str, str]) -> dict[str, str]:
@@ -167,42 +231,67 @@ def check_program(plan: LaunchPlan) -> None:
         )
 
 
-def _check_gpus(plan: LaunchPlan, gpu_ids: tuple[str, ...]) -> None:
-    if gpu_ids and len(gpu_ids) != plan.parallel_size:
+@contextlib.contextmanager
+def _gpus_of_our_own(plan: LaunchPlan, gpu_ids: tuple[str, ...]) -> Iterator[dict[str, float | None]]:
+    """Claim the GPUs and yield their memory in use (per UUID, GiB) before the start; raises when one is in use."""
+    if not gpu_ids:
+        yield {}
+        return
+    if len(gpu_ids) != plan.parallel_size:
         raise MachineError(
             f"the command line asks for {plan.parallel_size} GPUs (tensor x pipeline parallel), "
             f"the trial was given {len(gpu_ids)}: {', '.join(gpu_ids)}"
         )
-    users = host.foreign_users(gpu_ids, frozenset()) if gpu_ids else ()
-    if users:
-        raise EngineFailure(
-            Diagnosis(
-                status=TrialStatus.INFRASTRUCTURE,
-                cause="gpu_busy",
-                summary=f"the GPUs are in use by others: {'; '.join(users)}",
-                lever="end those processes or choose other GPUs",
+    seen = host.gpus(gpu_ids)
+    if seen and len(seen) != len(gpu_ids):
+        raise MachineError(f"of the GPUs {', '.join(gpu_ids)} this node has only {[gpu.index for gpu in seen]}")
+    with claims.gpus_claimed([gpu.uuid for gpu in seen]) as claimed:
+        others = tuple(f"GPU {gpu.index}: another engine of ours has it" for gpu in seen if gpu.uuid in claimed)
+        faults = tuple(f"GPU {gpu.index}: {gpu.fault}" for gpu in seen if gpu.fault)
+        in_use = faults or others or host.quarantined(gpu_ids) or host.foreign_users(gpu_ids, frozenset())
+        if in_use:
+            raise EngineFailure(
+                Diagnosis(
+                    status=TrialStatus.INFRASTRUCTURE,
+                    cause="gpu_busy",
+                    summary=f"the GPUs cannot be used: {'; '.join(in_use)}",
+                    lever="end those processes or choose other GPUs",
+                )
             )
-        )
+        yield host.settled(gpu_ids, GPU_RELEASE_TIMEOUT_S)
 
 
-def _environment(plan: LaunchPlan, gpu_ids: tuple[str, ...], extra: Mapping[str, str]) -> dict[str, str]:
+def _environment(
+    plan: LaunchPlan, gpu_ids: tuple[str, ...], given: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """(everything the engine gets, the part of it that is written down beside the plan's own)."""
     env = {name: value for name, value in os.environ.items() if not NOT_INHERITED.match(name)}
-    # An empty list hides every GPU on purpose: a CPU trial must not take a context on a busy one.
-    env["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
-    env.update(extra)
-    env.update(plan.env)
-    env[MARKER] = _marker()
+    told = {name: value for name, value in env.items() if ENGINE_SETTING.match(name)}
+    # An empty list hides every GPU on purpose: a CPU trial must not take a context on a busy one. The order is NVML's,
+    # so that an index means the same GPU to the engine and to us.
+    told |= {"CUDA_VISIBLE_DEVICES": ",".join(gpu_ids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **given}
+    if plan.rendezvous_variable:
+        told[plan.rendezvous_variable] = str(_rendezvous_port(plan))
+    env |= {**told, **plan.env}
     if plan.path_prefix:
         env["PATH"] = os.pathsep.join([plan.path_prefix, env.get("PATH", os.defpath)])
-    return env
+    return env, {name: value for name, value in masked(told).items() if name not in plan.env}
+
+
+def _rendezvous_port(plan: LaunchPlan) -> int:
+    """The first port of the block behind the HTTP port, for the engine's own processes."""
+    return int(plan.base_url.rsplit(":", 1)[1]) + 1
 
 
 def _spawn(
-    engine: Engine, plan: LaunchPlan, spec: EngineSpec, gpu_ids: tuple[str, ...], extra: Mapping[str, str]
+    engine: Engine, plan: LaunchPlan, spec: EngineSpec, gpu_ids: tuple[str, ...], given: Mapping[str, str]
 ) -> Server:
-    key = secrets.token_urlsafe(24)
-    env = _environment(plan, gpu_ids, extra)
+    key, mark = secrets.token_urlsafe(24), leftovers.new_mark()
+    env, told = _environment(plan, gpu_ids, given)
+    env[leftovers.MARKER] = mark
     argv = list(plan.argv)
+    if plan.rendezvous_flag:
+        argv += [plan.rendezvous_flag, str(_rendezvous_port(plan))]
     if plan.api_key_variable:
         env[plan.api_key_variable] = key
     elif plan.api_key_flag:
@@ -211,7 +300,7 @@ def _spawn(
     ours, keepers = socket.socketpair()
     with keepers, plan.log_path.open("wb") as log:
         keeper = subprocess.Popen(
-            [sys.executable, str(KEEPER), str(keepers.fileno()), str(spec.stop.grace_s), "--", *argv],
+            [sys.executable, "-I", str(KEEPER), str(keepers.fileno()), str(spec.stop.grace_s), "--", *argv],
             pass_fds=(keepers.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -220,138 +309,13 @@ def _spawn(
             start_new_session=True,
         )
     target = Target(base_url=plan.base_url, model=plan.model_name, api_key=key)
-    return Server(plan=plan, engine=engine, target=target, keeper=keeper, owner_end=ours)
-
-
-def _wait_ready(server: Server, spec: EngineSpec) -> None:
-    """Return when the server is ready; raises EngineFailure as soon as it is clear that it will not be."""
-    started = progressed = time.monotonic()
-    size = -1
-    while True:
-        server.check_alive()
-        stage = _stage(server, spec.ready.stall_s)
-        if stage is None:
-            _check_listener(server)
-            return
-        now = time.monotonic()
-        grown = server.plan.log_path.stat().st_size
-        if grown != size:
-            size, progressed = grown, now
-        if now - progressed > spec.ready.stall_s or now - started > spec.ready.timeout_s:
-            raise EngineFailure(_not_ready(server, stage, now - started, now - progressed, spec))
-        server._wait(POLL_S)
-
-
-def _stage(server: Server, patience_s: float) -> str | None:
-    """What readiness still waits for, as a sentence; None when a real completion has returned a token."""
-    target = server.target
-    status = asyncio.run(_status(target.base_url + server.engine.health_path))
-    if status != 200:
-        return f"{server.engine.health_path} answers {status}" if status else "nothing answers on its port"
-    try:
-        models = client.list_models(target.base_url, target.api_key)
-        if target.model not in models:
-            return f"it lists the models {models}, not {target.model!r}"
-        client.one_completion(target, patience_s)
-    except client.RequestError as error:
-        return str(error)
-    return None
-
-
-async def _status(url: str) -> int | None:
-    """The HTTP status of a GET, None when nothing answers."""
-    try:
-        timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
-        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url) as response:
-            return response.status
-    except (aiohttp.ClientError, OSError, TimeoutError):
-        return None
-
-
-def _not_ready(server: Server, stage: str, waited_s: float, silent_s: float, spec: EngineSpec) -> Diagnosis:
-    seen = server.engine.diagnose(server.log_text(), None)
-    limit = "engine.ready.stall_s" if silent_s > spec.ready.stall_s else "engine.ready.timeout_s"
-    return Diagnosis(
-        status=TrialStatus.FAILED,
-        cause="no_progress",
-        summary=f"not ready after {waited_s:.0f} s, {silent_s:.0f} s without a new line in its log; {stage}",
-        lever=f"raise {limit} if the log shows that it was still working",
-        evidence=seen.evidence or server.log_text()[-500:].strip() or None,
-        facts=seen.facts,
+    return Server(
+        plan=plan,
+        engine=engine,
+        target=target,
+        keeper=keeper,
+        owner_end=ours,
+        mark=mark,
+        gpu_ids=gpu_ids,
+        given_env=told,
     )
-
-
-def _check_listener(server: Server) -> None:
-    """A stranger that answers on our port must never be measured: the listening process has to be the engine's."""
-    port = int(server.plan.base_url.rsplit(":", 1)[1])
-    try:
-        listeners = {
-            connection.pid
-            for connection in psutil.net_connections("tcp")
-            if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
-        }
-    except psutil.AccessDenied:
-        return
-    if listeners and None not in listeners and not listeners & server.pids():
-        raise EngineFailure(
-            Diagnosis(
-                status=TrialStatus.INFRASTRUCTURE,
-                cause="port_taken",
-                summary=f"another process (pid {min(filter(None, listeners))}) answers on port {port}",
-            )
-        )
-
-
-def _stop(server: Server, grace_s: float) -> None:
-    """End the tree through the keeper, reap it, and close what we hold."""
-    with contextlib.suppress(OSError):
-        server.owner_end.send(b"T")
-    if not server._wait(grace_s + 15.0):
-        server.keeper.kill()
-        server.keeper.wait()
-    server.owner_end.close()
-    if server.keeper.returncode != 0:
-        server.left = _kill_marked(lambda marker: marker == _marker())
-
-
-def sweep_leftovers() -> tuple[int, ...]:
-    """Kill processes of engines whose owner is gone; needed only where keeper and owner were killed together."""
-    return _kill_marked(lambda marker: marker != _marker() and not _owner_lives(marker))
-
-
-def _marker() -> str:
-    """Names this process, also after its pid was given to another."""
-    return f"{os.getpid()}:{psutil.Process().create_time():.2f}"
-
-
-def _owner_lives(marker: str) -> bool:
-    pid, _, created = marker.partition(":")
-    try:
-        return f"{psutil.Process(int(pid)).create_time():.2f}" == created
-    except (psutil.NoSuchProcess, ValueError):
-        return False
-
-
-def _kill_marked(wanted: Callable[[str], bool]) -> tuple[int, ...]:
-    """KILL every process that carries the launch marker in its environment and is wanted. Returns the survivors."""
-    victims = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            marker = process.environ().get(MARKER)
-            if marker is not None and wanted(marker):
-                process.kill()
-                victims.append(process)
-    _, alive = psutil.wait_procs(victims, timeout=10)
-    return tuple(process.pid for process in alive)
-
-
-def launch_record(plan: LaunchPlan) -> dict[str, Any]:
-    """What is written down of a start: argv, the environment we add (secrets masked), base URL."""
-    return {
-        "argv": list(plan.argv),
-        "env": masked(plan.env),
-        "base_url": plan.base_url,
-        "proposals": plan.proposals,
-        "parallel_size": plan.parallel_size,
-        "warnings": list(plan.warnings),
-    }

@@ -14,17 +14,21 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from orchestrator import host, server
+from orchestrator import server
 from orchestrator.config import TrialSpec, Workload
 from orchestrator.engines import ENGINES
 from orchestrator.engines.base import Diagnosis, Fact, TrialStatus
 from orchestrator.errors import ConfigError, EngineFailure, MachineError
 from orchestrator.measure import Stalled, Surroundings, WorkloadRun, measure
+from orchestrator.memory import MemorySampler
 from orchestrator.metrics import Measurement, RequestTrace
+from orchestrator.provenance import provenance
 from orchestrator.server import Server
 from orchestrator.verdict import Verdict, worst
 
 SCHEMA_VERSION = 1
+STALL_LEVER = "read the end of the log; raise stall_s of the workload for long prefills"
+EVIDENCE_CHARS = 2000
 MEMORY_FACTS = ("model_gib", "kv_available_gib", "kv_tokens", "graph_gib", "peak_activation_gib", "max_concurrency")
 
 
@@ -99,10 +103,14 @@ def run(
     Never raises for a fault of the engine or the machine: that is a result. Writes result.json last.
     """
     workdir.mkdir(parents=True, exist_ok=True)
+    # A retry or a resumed campaign comes back to this folder: what an earlier attempt left is not this one's.
+    for stale in ("result.json", "traces.jsonl", "plan.json", "engine.log"):
+        (workdir / stale).unlink(missing_ok=True)
     engine = ENGINES[spec.engine.kind]
     story = _Story(spec=spec, workdir=workdir, engine_version=engine_version, on_progress=on_progress)
     story.enter("starting")
     try:
+        _check_assigned(spec, gpu_ids)
         with (
             server.running(
                 engine,
@@ -123,13 +131,26 @@ def run(
         story.outcome = failure.diagnosis
     except Stalled as stalled:
         story.keep(stalled.workload, stalled.run)
-        story.outcome = Diagnosis(status=TrialStatus.FAILED, cause="no_token", summary=str(stalled))
+        story.outcome = story.explained(
+            Diagnosis(status=TrialStatus.FAILED, cause="no_token", summary=str(stalled), lever=STALL_LEVER)
+        )
     except (MachineError, ConfigError, OSError) as error:
         cause = "machine" if not isinstance(error, ConfigError) else "configuration"
         story.outcome = Diagnosis(status=TrialStatus.INFRASTRUCTURE, cause=cause, summary=str(error))
+    finally:
+        story.stop_sampling()
     result = story.told()
     write_result(result, workdir)
     return result
+
+
+def _check_assigned(spec: TrialSpec, gpu_ids: tuple[str, ...]) -> None:
+    """A scheduler that hands out other GPUs than were asked for would have two trials share one."""
+    if len(set(gpu_ids)) != spec.placement.gpus:
+        raise MachineError(
+            f"placement.gpus: the trial needs {spec.placement.gpus} GPUs and was given "
+            f"{', '.join(gpu_ids) or 'none'} (CUDA_VISIBLE_DEVICES of its process)"
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,7 +163,7 @@ class _Story:
     on_progress: OnProgress
     outcome: Diagnosis = field(default_factory=lambda: Diagnosis(status=TrialStatus.COMPLETE))
     server: Server | None = None
-    sampler: host.MemorySampler | None = None
+    sampler: MemorySampler | None = None
     runs: dict[str, WorkloadRun] = field(default_factory=dict)
     facts: dict[str, Fact] = field(default_factory=dict)
     phases_s: dict[str, float] = field(default_factory=dict)
@@ -163,9 +184,9 @@ class _Story:
 
         def remember(started: Server) -> None:
             self.server = started
-            self.sampler = host.MemorySampler(pid=started.keeper.pid, gpu_ids=gpu_ids)
+            self.sampler = MemorySampler(pid=started.keeper.pid, gpu_ids=gpu_ids)
             self.sampler.start()
-            write_text(self.workdir / "plan.json", json.dumps(server.launch_record(started.plan), indent=1))
+            write_text(self.workdir / "plan.json", json.dumps(started.record(), indent=1))
 
         return remember
 
@@ -193,7 +214,7 @@ class _Story:
         plan = running.plan
         surroundings = Surroundings(
             log_text=running.log_text,
-            foreign_gpu_users=lambda: self._foreign_users(running),
+            foreign_gpu_users=running.foreign_gpu_users,
             check_alive=running.check_alive,
             proposals=plan.proposals,
             method=plan.method,
@@ -220,10 +241,6 @@ class _Story:
                 f"{run.measurement.first_error}",
             )
 
-    def _foreign_users(self, running: Server) -> tuple[str, ...]:
-        gpu_ids = self.sampler.gpu_ids if self.sampler else ()
-        return host.foreign_users(gpu_ids, running.pids()) if gpu_ids else ()
-
     def keep(self, name: str, run: WorkloadRun) -> None:
         self.runs[name] = run
         lines = (
@@ -232,10 +249,21 @@ class _Story:
         with (self.workdir / "traces.jsonl").open("a", encoding="utf-8") as traces:
             traces.writelines(f"{line}\n" for line in lines)
 
-    def told(self) -> TrialResult:
-        self.enter("")
+    def stop_sampling(self) -> None:
         if self.sampler:
             self.sampler.stop()
+
+    def explained(self, seen: Diagnosis) -> Diagnosis:
+        """What the client saw; where the log tells that an engine which still answers is dead inside, that."""
+        if self.server is None:
+            return seen
+        told = self.server.engine.diagnose(self.server.log_text(), None)
+        if told.status is not TrialStatus.COMPLETE:
+            return replace(told, summary=f"{told.summary} ({seen.summary})")
+        return replace(seen, evidence=self.server.log_text()[-EVIDENCE_CHARS:].strip() or None)
+
+    def told(self) -> TrialResult:
+        self.enter("")
         plan = self.server.plan if self.server else None
         outcome = self.outcome
         if self.server:
@@ -243,11 +271,7 @@ class _Story:
             self.facts = {**alive.facts, **outcome.facts}
             if outcome.status is TrialStatus.COMPLETE and alive.cause:
                 outcome = replace(alive, status=TrialStatus.COMPLETE)
-            remains = [*self.server.held, *(f"pid {pid} could not be killed" for pid in self.server.left)]
-            if remains:
-                outcome = replace(
-                    outcome, status=TrialStatus.INFRASTRUCTURE, cause="not_released", summary="; ".join(remains)
-                )
+            outcome = _with_remains(outcome, self.server)
         verdicts = {name: run.verdict for name, run in self.runs.items()}
         memory = {name: fact for name, fact in self.facts.items() if name in MEMORY_FACTS}
         return TrialResult(
@@ -268,10 +292,25 @@ class _Story:
             phases_s=self.phases_s,
             started_at=self.started_at,
             ended_at=_now(),
-            launch=server.launch_record(plan) if plan else {},
-            provenance=host.provenance(self.engine_version),
+            launch=self.server.record() if self.server else {},
+            provenance=provenance(self.engine_version),
             workdir=str(self.workdir),
         )
+
+
+def _with_remains(outcome: Diagnosis, server: Server) -> Diagnosis:
+    """An engine that is not wholly gone is the machine's fault, whatever else happened; its numbers are kept."""
+    remains = [*server.held, *(f"pid {pid} could not be killed" for pid in server.left)]
+    if not remains:
+        return outcome
+    before = f"; the trial itself ended as {outcome.status.value}: {outcome.summary}" if outcome.cause else ""
+    return replace(
+        outcome,
+        status=TrialStatus.INFRASTRUCTURE,
+        cause="not_released",
+        summary="; ".join(remains) + before,
+        lever="end the named process or reset the node; the GPU is not used again until it is free",
+    )
 
 
 def write_result(result: TrialResult, workdir: Path) -> None:

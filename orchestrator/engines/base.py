@@ -33,6 +33,7 @@ class LaunchPlan:
     parallel_size is the number of GPUs the command line asks for (tensor x pipeline parallel); proposals the number
     of draft tokens proposed per step, comparable between engines (None: no speculation).
     api_key_variable or api_key_flag says how the engine is told its key; the key itself is made at the start.
+    rendezvous_variable or rendezvous_flag says how it is told the port that its own processes meet on.
     """
 
     argv: tuple[str, ...]
@@ -47,6 +48,8 @@ class LaunchPlan:
     synthetic_acceptance: bool = False
     api_key_variable: str | None = None
     api_key_flag: str | None = None
+    rendezvous_variable: str | None = None
+    rendezvous_flag: str | None = None
     warnings: tuple[str, ...] = ()
 
 

@@ -79,6 +79,7 @@ class SGLang:
             proposals=proposals,
             synthetic_acceptance=_simulates_acceptance(spec.env),
             api_key_flag="--api-key",
+            rendezvous_flag=None if argument(spec.args, "nccl-port", "dist-init-addr") else "--nccl-port",
             warnings=warnings,
         )
 

@@ -66,6 +66,8 @@ class VLLM:
             proposals=_proposals(speculative),
             synthetic_acceptance=speculative.get("rejection_sample_method") == "synthetic",
             api_key_variable="VLLM_API_KEY",
+            # With data parallelism some versions look for several ports from this one on and never end.
+            rendezvous_variable=None if whole_number("vLLM", spec.args, "data-parallel-size", "-dp") else "VLLM_PORT",
             warnings=_warnings(speculative),
         )
 
