@@ -34,7 +34,6 @@ HIGHER_IS_BETTER = frozenset(
         "full_concurrency_share",
     }
 )
-LOWER_IS_BETTER = METRICS - HIGHER_IS_BETTER
 HIGHER_MEMORY = ("kv_available_gib", "kv_tokens", "max_concurrency")
 LOWER_MEMORY = ("gpu_peak_gib", "host_rss_peak_gib", "model_gib", "graph_gib", "peak_activation_gib")
 _GPU_PEAK = re.compile(r"gpu\d+_peak_gib")
