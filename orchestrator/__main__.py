@@ -8,14 +8,17 @@ import shlex
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 from rich.console import Console
 
-from orchestrator import airgap, config, doctor, environments, plans, report, search, tracking
+from orchestrator import airgap, config, doctor, environments, interrupt, plans, report, search, tracking
 from orchestrator import unpack as unpacking
 from orchestrator.errors import ConfigError, MachineError, OrchestratorError
+
+if TYPE_CHECKING:
+    from orchestrator.campaign import Campaign
 
 app = typer.Typer(
     add_completion=False,
@@ -63,30 +66,51 @@ def tune(
         for warning in plan.warnings:
             _say(f"warning: {warning}")
         return
+    with interrupt.heeded() as interrupts:
+        try:
+            _run_campaign(experiment, conf, interrupts, resume=resume, address=address, as_json=as_json)
+        except KeyboardInterrupt:
+            _say(f"interrupted ({interrupts.signal}); finish it with: {_resume_command(conf, overrides)}")
+            raise typer.Exit(interrupt.EXIT_CODE) from None
+
+
+def _run_campaign(
+    experiment: config.Experiment,
+    conf: Path,
+    interrupts: interrupt.Interrupts,
+    *,
+    resume: bool,
+    address: str | None,
+    as_json: bool,
+) -> None:
     # Ray takes seconds to import; a dry run and a wrong key are answered without it.
-    from orchestrator import campaign, progress
+    from orchestrator import campaign, nodes, progress, sampler
     from orchestrator import tune as ray_tune
 
     if address is None:
-        ray_tune.check_local_placement(experiment.placement)
+        nodes.check_local_placement(experiment.placement)
     plans.check_startable(experiment)
-    with progress.shown(people) as on_event, campaign.opened(experiment, resume=resume, on_event=on_event) as running:
+    with (
+        progress.shown(people) as on_event,
+        campaign.opened(experiment, resume=resume, on_event=on_event, sampler=sampler.for_experiment) as running,
+    ):
         _say(
             f"{experiment.name}: {len(running.launches)} trials planned, {len(running.results)} already finished, "
             f"{len(running.skipped)} skipped; folder {running.folder}"
         )
         if running.wants_more():
-            with ray_tune.connected(address):
-                ray_tune.run_trials(running)
-        recorded, selection = running.finish()
+            with nodes.connected(address, on_lost=lambda why: _end_without_ray(running, why)):
+                ray_tune.run_trials(running, interrupts)
+        with interrupts.deferred():
+            recorded, selection = running.finish()
     for warning in running.warnings:
         _say(f"warning: {warning}")
     for name, why in running.skipped:
         _say(f"skipped {name}: {why}")
-    _show_results(experiment, recorded, selection, as_json)
+    _say(str(running.account()))
+    _show_results(experiment, recorded, selection, as_json, running.accounted())
     if running.interrupted:
-        _say(f"interrupted ({running.interrupted}); finish it with: python -m orchestrator tune {conf} --resume")
-        raise typer.Exit(130)
+        raise KeyboardInterrupt
     if running.stopped:
         _say(f"stopped: {running.stopped}")
         raise typer.Exit(3)
@@ -96,11 +120,26 @@ def tune(
         _next_commands(conf)
 
 
+def _end_without_ray(running: Campaign, why: str) -> None:
+    """From the thread that saw Ray die: Ray may abort this process at any moment, so nothing else is tried."""
+    running.close("KILLED")
+    _say(f"error: {why}; finished trials are kept, run the rest with --resume")
+    os._exit(MachineError.exit_code)
+
+
+def _resume_command(conf: Path, overrides: list[str] | None) -> str:
+    return shlex.join(["python", "-m", "orchestrator", "tune", str(conf), *(overrides or []), "--resume"])
+
+
 def _show_results(
-    experiment: config.Experiment, recorded: list[tracking.Recorded], selection: search.Selection, as_json: bool
+    experiment: config.Experiment,
+    recorded: list[tracking.Recorded],
+    selection: search.Selection,
+    as_json: bool,
+    accounted: dict[str, Any] | None = None,
 ) -> None:
     if as_json:
-        _emit(report.document(experiment, recorded, selection.best))
+        _emit(report.document(experiment, recorded, selection.best) | (accounted or {}))
         return
     tables = report.people_console(sys.stdout)
     tables.print(report.campaign_table(experiment, recorded, selection.best))

@@ -1,33 +1,53 @@
 """One campaign: what is planned, started, skipped and finished, on disk and in MLflow. Knows nothing of Ray.
 
-The folder of a campaign is its memory. trials/KEY/result.json exists exactly when that trial finished, so a driver
-that was killed at any moment loses nothing: `--resume` reads the folder and runs what is missing.
+Its folder (ledger.py) is its memory, so a driver that was killed at any moment loses nothing: `--resume` reads the
+folder and runs what is missing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
-import os
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, Protocol
 
 import psutil
 
-from orchestrator import claims, environments, search, trial
-from orchestrator.config import Experiment, TrialSpec, to_yaml
+from orchestrator import environments, search
+from orchestrator.config import Experiment, TrialSpec, to_yaml, trial_spec
 from orchestrator.engines.base import TrialStatus
-from orchestrator.errors import ConfigError, MachineError, TrackingError
+from orchestrator.errors import TrackingError
+from orchestrator.ledger import Ledger, home_of, model_fingerprint, owned
+from orchestrator.objective import misses
+from orchestrator.space import point_name
 from orchestrator.tracking import Recorded, Tracker, last_campaign
 from orchestrator.trial import TrialResult
+from orchestrator.verdict import Level
+
+__all__ = ["Account", "Campaign", "Event", "Launch", "Sampler", "home_of", "keyed_points", "opened"]
 
 MAX_ATTEMPTS = 3
 ALIKE_FAILURES_THAT_STOP = 3
+# Causes that are the doing of the machinery around a trial; while the campaign is being interrupted, of ourselves.
+LOST = frozenset({"trial_process_lost", "node_lost", "not_placed"})
+
+
+class Sampler(Protocol):
+    """Draws points and learns from what came of them."""
+
+    def ask(self) -> tuple[str, dict[str, Any]] | None:
+        """(id, params) of the next point; None when no more are wanted."""
+
+    def tell(self, sample_id: str, value: float | None) -> None:
+        """What a point yielded; None when it is infeasible (refused, unfit, invalid)."""
+
+    def shortfall(self) -> tuple[str, str] | None:
+        """(name, reason) of samples that were asked for and could not be found; None when all were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +66,35 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """What a person who watches is told. number counts trials from 1; phase is None when the trial ended."""
+    """What a person who watches is told. number counts trials from 1; phase is None when the trial ended.
 
-    number: int
-    total: int
-    name: str
-    phase: str | None
+    note: a sentence about the whole campaign; then the rest says nothing.
+    """
+
+    number: int = 0
+    total: int = 0
+    name: str = ""
+    phase: str | None = None
     status: str | None = None
     reason: str | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """Where every planned launch went; the parts add up to `planned`. not_run: names of what `--resume` would run."""
+
+    planned: int
+    earlier: int
+    started: int
+    skipped: int
+    not_run: tuple[str, ...]
+
+    def __str__(self) -> str:
+        parts = [f"{self.started} started", f"{self.skipped} skipped"]
+        parts += [f"{self.earlier} finished earlier"] if self.earlier else []
+        parts += [f"{len(self.not_run)} not run ({', '.join(self.not_run)})"] if self.not_run else []
+        return f"{self.planned} planned: {', '.join(parts)}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,11 +102,12 @@ class Campaign:
     """The state of one run of `tune`. Made by `opened`, driven by tune.run_trials."""
 
     experiment: Experiment
-    folder: Path
+    ledger: Ledger
     tracker: Tracker
     resume: bool
     skipped: list[tuple[str, str]]
     on_event: Callable[[Event], None]
+    sampler: Sampler | None = None
     launches: list[Launch] = field(default_factory=list)
     results: dict[str, TrialResult] = field(default_factory=dict)
     interrupted: str | None = None
@@ -75,18 +117,74 @@ class Campaign:
     _closed: bool = False
     _queue: deque[Launch] = field(default_factory=deque)
     _running: dict[str, Launch] = field(default_factory=dict)
+    _started: dict[str, str] = field(default_factory=dict)
+    _earlier: set[str] = field(default_factory=set)
+    _dropped: set[str] = field(default_factory=set)
+    _samples: dict[str, list[str]] = field(default_factory=dict)
     _run_ids: dict[str, str] = field(default_factory=dict)
     _unrecorded: list[TrialResult] = field(default_factory=list)
-    _alike: list[str] = field(default_factory=list)
-    _started_s: float = field(default_factory=time.monotonic)
+    _alike: list[TrialResult] = field(default_factory=list)
+    _opened_s: float = field(default_factory=time.monotonic)
+    _budget_told: bool = False
+
+    @property
+    def folder(self) -> Path:
+        return self.ledger.folder
+
+    def workdir(self, launch: Launch) -> Path:
+        return self.ledger.workdir(launch.id)
 
     def wants_more(self) -> bool:
-        """Whether anything is left to start; when all points are done, the finalists are queued once more."""
-        if not self._queue and not self._confirming:
+        """Whether anything is left to start now."""
+        if self.interrupted or self.stopped:
+            return False
+        self._refill()
+        return bool(self._queue)
+
+    def _refill(self) -> None:
+        """Queue the sampler's next point; once everything has ended, the finalists again (A B A B)."""
+        if not self._queue and self.sampler is not None:
+            self._draw(self.sampler)
+        if not self._queue and not self._running and not self._confirming:
             self._confirming = True
             selection = search.select(self.experiment, self.ordered_results())
             self.enqueue(search.confirmations(self.experiment, selection))
-        return bool(self._queue) and not self.interrupted and not self.stopped
+
+    def _draw(self, sampler: Sampler) -> None:
+        """Queue one point that was not launched yet; one that was is answered from its result, not started again."""
+        while not self._queue:
+            drawn = sampler.ask()
+            if drawn is None:
+                if (missing := sampler.shortfall()) is not None and missing not in self.skipped:
+                    self.skipped.append(missing)
+                return
+            sample_id, params = drawn
+            spec = keyed(trial_spec(self.experiment, point_name(params), params))
+            twin = next((launch for launch in self.launches if launch.spec.key == spec.key), None)
+            if twin is None:
+                self.enqueue([self._named(spec)])
+                twin = self.launches[-1]
+            self._samples.setdefault(twin.id, []).append(sample_id)
+            if twin.id in self.results:
+                self._teach(twin.id, self._worth(self.results[twin.id]))
+
+    def _teach(self, launch_id: str, value: float | None) -> None:
+        for sample_id in self._samples.pop(launch_id, ()):
+            assert self.sampler is not None
+            self.sampler.tell(sample_id, value)
+
+    def _named(self, spec: TrialSpec) -> TrialSpec:
+        names = {launch.spec.name for launch in self.launches}
+        again = (f"{spec.name}~{n}" if n > 1 else spec.name for n in range(1, len(names) + 2))
+        return replace(spec, name=next(name for name in again if name not in names))
+
+    def _worth(self, result: TrialResult) -> float | None:
+        """The objective of a result that may compete; None tells the sampler that such a point is infeasible."""
+        missed, _ = misses(self.experiment, result)
+        quantity = search.score(self.experiment, result)
+        measured = result.status in (TrialStatus.COMPLETE, TrialStatus.PRUNED)
+        believed = result.verdict is not None and result.verdict.level is not Level.INVALID
+        return quantity.value if quantity and measured and believed and not missed else None
 
     def enqueue(self, specs: Iterable[TrialSpec]) -> None:
         """Queue one launch of each, after reading back those that an earlier driver finished."""
@@ -94,45 +192,74 @@ class Campaign:
             number = 1 + sum(launch.spec.key == spec.key for launch in self.launches)
             launch = Launch(spec=spec, launch=number)
             self.launches.append(launch)
-            result = _finished(self.workdir(launch)) if self.resume else None
+            result = self.ledger.finished(launch.id) if self.resume else None
             if result is None:
                 self._queue.append(launch)
             else:
                 self.results[launch.id] = replace(result, spec=spec)
-
-    def workdir(self, launch: Launch) -> Path:
-        return self.folder / "trials" / launch.id
+                self._earlier.add(launch.id)
 
     def next_launch(self) -> Launch | None:
         """The next start, after points that are proven hopeless or out of budget were moved to `skipped`."""
-        while self._queue and not self.stopped and not self.interrupted:
+        while self.wants_more():
             launch = self._queue.popleft()
             why = search.hopeless(launch.spec, list(self.results.values())) or self._over_budget()
             if why is None:
                 return launch
-            self.skipped.append((launch.spec.name, why))
+            self._drop(launch, why)
         if self.stopped:
-            self._skip_rest(self.stopped)
+            self.stop(self.stopped)
         return None
+
+    def _drop(self, launch: Launch, why: str) -> None:
+        if launch.id in self.results:
+            # A retry: the point has a row already, which says what went wrong.
+            return
+        self.skipped.append((launch.spec.name, why))
+        self._dropped.add(launch.id)
+        self._teach(launch.id, None)
+
+    def stop(self, why: str) -> None:
+        """End the campaign for a reason that no further start would change; what was queued is skipped for it."""
+        self.stopped = why
+        while self._queue:
+            self._drop(self._queue.popleft(), why)
 
     def _over_budget(self) -> str | None:
         budget_s = self.experiment.search.time_budget_s
         if budget_s is None:
             return None
-        spent_s = time.monotonic() - self._started_s
-        durations = [sum(result.phases_s.values()) for result in self.results.values() if result.phases_s]
-        needed_s = max(durations, default=0.0)
+        spent_s = time.monotonic() - self._opened_s
+        needed_s = max(self._durations_s(), default=0.0)
         if spent_s + needed_s <= budget_s:
             return None
-        return f"time budget: {spent_s:.0f} of {budget_s:.0f} s are spent and a trial takes about {needed_s:.0f} s"
+        return f"time budget: {spent_s:.0f} of {budget_s:.0f} s are spent and a trial takes up to {needed_s:.0f} s"
 
-    def _skip_rest(self, why: str) -> None:
-        self.skipped.extend((launch.spec.name, why) for launch in self._queue)
-        self._queue.clear()
+    def _durations_s(self) -> list[float]:
+        return [sum(result.phases_s.values()) for result in self.results.values() if result.phases_s]
+
+    def _tell_budget(self) -> None:
+        """After the first timed start: say now what the budget will not reach, rather than when it is spent."""
+        budget_s, durations_s = self.experiment.search.time_budget_s, self._durations_s()
+        if self._budget_told or budget_s is None or not durations_s:
+            return
+        self._budget_told = True
+        each_s = statistics.median(durations_s)
+        room = max(0, int((budget_s - (time.monotonic() - self._opened_s)) // each_s)) if each_s else len(self._queue)
+        beyond = [launch.spec.name for launch in list(self._queue)[room:]]
+        if beyond:
+            self.on_event(
+                Event(
+                    note=f"a trial takes about {each_s:.0f} s, so search.time_budget_s={budget_s:g} will not reach "
+                    f"{len(beyond)} of {len(self._queue)} trials still to start: {', '.join(beyond)}"
+                )
+            )
 
     def started(self, trial_id: str, launch: Launch) -> None:
         self._running[trial_id] = launch
-        with self._recording():
+        self._started[launch.id] = datetime.now(UTC).isoformat(timespec="milliseconds")
+        with contextlib.suppress(TrackingError):
+            # A store that is down does not stop the measuring: results are on disk and recorded at the end.
             self.tracker.start_trial(launch.spec)
         self._tell(launch, "placing")
 
@@ -141,35 +268,41 @@ class Campaign:
             self._tell(self._running[trial_id], phase)
 
     def ended(self, launch: Launch, result: TrialResult) -> None:
-        """Take a result in: keep it, record it, or queue the point again when the machine was at fault."""
+        """Take a result in: keep it, record it, and queue the point again when the machine was at fault."""
         self._running = {k: v for k, v in self._running.items() if v != launch}
-        if self.interrupted and result.cause == "trial_process_lost":
+        if self.interrupted and result.cause in LOST:
             return
-        retry = result.status is TrialStatus.INFRASTRUCTURE and launch.attempt < MAX_ATTEMPTS
-        self._break_circuit(result)
-        if retry and not self.stopped:
-            self._queue.append(replace(launch, attempt=launch.attempt + 1))
+        result = result if result.started_at else replace(result, started_at=self._started.get(launch.id, ""))
         self.results[launch.id] = result
-        if not (self.workdir(launch) / "result.json").exists():
-            self.workdir(launch).mkdir(parents=True, exist_ok=True)
-            trial.write_result(result, self.workdir(launch))
-        if not retry or self.stopped:
-            self._record(result)
+        try:
+            self.ledger.write(launch.id, result)
+        except OSError as error:
+            self.stop(f"{self.workdir(launch)}: the result cannot be written: {error.strerror}")
+        self._break_circuit(result)
+        if result.status is TrialStatus.INFRASTRUCTURE and launch.attempt < MAX_ATTEMPTS and not self.stopped:
+            self._queue.append(replace(launch, attempt=launch.attempt + 1))
+        else:
+            self._teach(launch.id, self._worth(result))
+        self._record(result)
         self._tell(launch, None, result)
+        self._tell_budget()
 
     def _break_circuit(self, result: TrialResult) -> None:
-        """The same fault of the machine again and again is not worth another hour of starts."""
-        if result.status is not TrialStatus.INFRASTRUCTURE:
+        """The same fault of the machine or the environment again and again is not worth another hour of starts."""
+        at_fault = result.status in (TrialStatus.INFRASTRUCTURE, TrialStatus.FAILED) and not result.measurements
+        if not at_fault or (self._alike and not _same_fault(self._alike[-1], result)):
             self._alike.clear()
-            return
-        self._alike.append(f"{result.cause}: {result.reason}")
-        alike = self._alike[-ALIKE_FAILURES_THAT_STOP:]
-        if len(alike) == ALIKE_FAILURES_THAT_STOP and len({text.partition(":")[0] for text in alike}) == 1:
-            self.stopped = f"{ALIKE_FAILURES_THAT_STOP} infrastructure failures alike in a row: {alike[-1]}"
+        if at_fault:
+            self._alike.append(result)
+        if len(self._alike) >= ALIKE_FAILURES_THAT_STOP and not self.stopped:
+            kind = "infrastructure failures" if result.status is TrialStatus.INFRASTRUCTURE else "failures"
+            self.stop(f"{ALIKE_FAILURES_THAT_STOP} {kind} alike in a row: {result.cause}: {result.reason}")
 
-    def incumbent(self) -> TrialResult | None:
-        """The best so far, which a trial that may stop early is held against."""
-        return search.select(self.experiment, list(self.results.values())).best
+    def incumbent(self, spec: TrialSpec) -> TrialResult | None:
+        """The best so far, which a trial that may stop early is held against; the baseline is always measured whole."""
+        if not self.experiment.search.stop_early or spec.name == self.experiment.search.baseline:
+            return None
+        return search.select(self.experiment, self.ordered_results()).best
 
     def _record(self, result: TrialResult) -> None:
         try:
@@ -177,11 +310,31 @@ class Campaign:
         except TrackingError:
             self._unrecorded.append(result)
 
-    @contextlib.contextmanager
-    def _recording(self) -> Iterator[None]:
-        """A store that is down does not stop the measuring: the results are on disk and are recorded at the end."""
-        with contextlib.suppress(TrackingError):
-            yield
+    def account(self) -> Account:
+        """Planned, started, skipped and not run; they add up at every moment."""
+        gone = self._earlier | self._started.keys() | self._dropped
+        return Account(
+            planned=len(self.launches) + len(self.skipped) - len(self._dropped),
+            earlier=len(self._earlier),
+            started=len(self._started),
+            skipped=len(self.skipped),
+            not_run=tuple(launch.spec.name for launch in self.launches if launch.id not in gone),
+        )
+
+    def accounted(self) -> dict[str, Any]:
+        """What `tune --json` says besides the results: the account in numbers, and why what was skipped."""
+        account = self.account()
+        return {
+            "account": {**asdict(account), "not_run": list(account.not_run)},
+            "skipped": [{"name": name, "reason": why} for name, why in self.skipped],
+            "interrupted": self.interrupted,
+            "stopped": self.stopped,
+        }
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Names of the launches that have no result and were not skipped: what `--resume` runs."""
+        return [n.spec.name for n in self.launches if n.id not in self.results and n.id not in self._dropped]
 
     def finish(self) -> tuple[list[Recorded], search.Selection]:
         """Close the record; the results with campaign-wide numbers, and the choice among them.
@@ -227,86 +380,50 @@ class Campaign:
         )
 
 
+def _same_fault(first: TrialResult, second: TrialResult) -> bool:
+    """Infrastructure by its cause (pids and ports differ); a failure only when it says the very same."""
+    if (first.status, first.cause) != (second.status, second.cause):
+        return False
+    return first.status is TrialStatus.INFRASTRUCTURE or first.reason == second.reason
+
+
+def keyed(spec: TrialSpec) -> TrialSpec:
+    """The point with the key of its content, its engine's version and its model."""
+    return spec.with_key(
+        environments.engine_version(spec.engine), model_fingerprint(spec.engine.root, spec.engine.model)
+    )
+
+
 def keyed_points(experiment: Experiment) -> tuple[list[TrialSpec], list[tuple[str, str]]]:
     """The points with their keys, and what was left out with the reason."""
     specs, skipped = search.points(experiment)
-    keyed = [
-        spec.with_key(environments.engine_version(spec.engine), model_fingerprint(spec.engine.root, spec.engine.model))
-        for spec in specs
-    ]
-    return keyed, skipped
-
-
-def model_fingerprint(root: str, model: str) -> str | None:
-    """Changes when the model's files do: their names, sizes and times. None for a model that is not a local folder."""
-    path = Path(root) / model
-    if not path.exists():
-        return None
-    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    text = json.dumps([[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in files])
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def home_of(experiment: Experiment) -> Path:
-    """Where the campaigns of an experiment keep their folders."""
-    return Path(experiment.tracking.folder).absolute() / "campaigns" / experiment.name
+    return [keyed(spec) for spec in specs], skipped
 
 
 @contextlib.contextmanager
 def opened(
-    experiment: Experiment, *, resume: bool, on_event: Callable[[Event], None] = lambda _: None
+    experiment: Experiment,
+    *,
+    resume: bool,
+    on_event: Callable[[Event], None] = lambda _: None,
+    sampler: Callable[[Experiment, Ledger], Sampler | None] = lambda _experiment, _ledger: None,
 ) -> Iterator[Campaign]:
     """A campaign that nobody else runs: folder locked, earlier results read with `resume`, MLflow runs opened."""
-    home = home_of(experiment)
-    _make(home)
-    with _owned(home):
+    with owned(experiment, resume=resume) as ledger:
         planned, skipped = keyed_points(experiment)
-        earlier = _campaign_folders(home)
-        folder = earlier[-1] if resume and earlier else home / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         tracker = Tracker(experiment)
         tracker.close_dead_runs(psutil.pid_exists)
-        _make(folder / "trials")
         campaign = Campaign(
-            experiment=experiment, folder=folder, tracker=tracker, resume=resume, skipped=skipped, on_event=on_event
+            experiment=experiment, ledger=ledger, tracker=tracker, resume=resume, skipped=skipped, on_event=on_event
         )
         campaign.enqueue(search.in_order(experiment, planned))
-        tracker.start_campaign(to_yaml(experiment), {"folder": str(folder)})
-        tracker.replay([folder / "trials" / launch_id for launch_id in campaign.results])
-        campaign._run_ids.update({r.result.spec.name: r.run_id for r in last_campaign(experiment) if r.run_id})
+        campaign.sampler = sampler(experiment, ledger)
+        tracker.start_campaign(to_yaml(experiment), {"folder": str(ledger.folder)})
         try:
+            if resume:
+                tracker.replay([ledger.workdir(launch_id) for launch_id in campaign.results])
+                known = {r.result.spec.name: r.run_id for r in last_campaign(experiment) if r.run_id}
+                campaign._run_ids.update(known)
             yield campaign
         finally:
             campaign.close("KILLED")
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MachineError(f"{folder}: results cannot be written here: {error.strerror}") from None
-
-
-def _campaign_folders(home: Path) -> list[Path]:
-    return sorted(path.parent for path in home.glob("*/trials") if path.is_dir())
-
-
-def _finished(workdir: Path) -> TrialResult | None:
-    """The result of a launch that ended; None for one that must run (again). A torn file counts as not finished."""
-    try:
-        result = trial.from_json((workdir / "result.json").read_bytes())
-    except (OSError, ValueError):
-        return None
-    return None if result.status is TrialStatus.INFRASTRUCTURE else result
-
-
-@contextlib.contextmanager
-def _owned(home: Path) -> Iterator[None]:
-    lock = home / "lock"
-    owner = lock.read_text().strip() if lock.exists() else ""
-    with claims.locked(lock) as free:
-        if not free:
-            raise ConfigError(
-                f"{home}: another campaign of this experiment is running (pid {owner}); wait, or give name="
-            )
-        lock.write_text(str(os.getpid()))
-        yield

@@ -1,0 +1,55 @@
+"""Ctrl-C, SIGTERM and SIGHUP: the first ends the work in order, the second at once.
+
+An engine never outlives us either way: its keeper ends it when the process of its trial disappears.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+
+EXIT_CODE = 130
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+AT_ONCE = "\nended at once; the engines are killed, and runs left open are closed by the next campaign\n"
+
+
+class Interrupts:
+    """signal: the name of the first signal that came, None while none did."""
+
+    def __init__(self) -> None:
+        self.signal: str | None = None
+        self._deferred = False
+
+    def _handle(self, number: int, _frame: object) -> None:
+        if self.signal is not None:
+            # Nothing is waited for, not even a write that hangs; Ray's processes end with this one.
+            with contextlib.suppress(OSError):
+                os.write(sys.stderr.fileno(), AT_ONCE.encode())
+            os._exit(EXIT_CODE)
+        self.signal = signal.Signals(number).name
+        if not self._deferred:
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Inside, a first signal is only noted, for a loop that looks at `signal` or for work that must be whole."""
+        before, self._deferred = self._deferred, True
+        try:
+            yield
+        finally:
+            self._deferred = before
+
+
+@contextlib.contextmanager
+def heeded() -> Iterator[Interrupts]:
+    """Handle the three signals alike while entered; the first raises KeyboardInterrupt unless it is deferred."""
+    interrupts = Interrupts()
+    previous = {number: signal.signal(number, interrupts._handle) for number in SIGNALS}
+    try:
+        yield interrupts
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

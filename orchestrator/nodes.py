@@ -1,0 +1,195 @@
+"""The Ray cluster: joined or embedded, which of its nodes can hold a trial, and which of them may still be used."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+# Ray reads these when it is imported: no usage reports, no output of its own, trials keep our working directory.
+for _name, _value in {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    "TUNE_MAX_PENDING_TRIALS_PG": "64",
+    "TUNE_WARN_INSUFFICENT_RESOURCE_THRESHOLD_S": "0",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+import psutil  # noqa: E402
+import ray  # noqa: E402
+
+from orchestrator import host  # noqa: E402
+from orchestrator.config import Placement  # noqa: E402
+from orchestrator.errors import MachineError  # noqa: E402
+
+REFRESH_S = 1.0
+ESSENTIAL = ("gcs_server", "raylet")
+
+
+@contextlib.contextmanager
+def connected(address: str | None, on_lost: Callable[[str], None] = lambda _: None) -> Iterator[None]:
+    """A Ray cluster: the one at `address`, else one embedded in this process, on loopback, gone when it is left.
+
+    on_lost is called in another thread when a process of the embedded Ray dies: Ray may abort this process soon after.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
+    if address is None:
+        options |= {"object_store_memory": 128 << 20, "_node_ip_address": "127.0.0.1"}
+    # A terminal that is closed hangs up on the whole group; Ray must outlive that until we have ended it.
+    heeding = signal.signal(signal.SIGHUP, signal.SIG_IGN) if _is_main_thread() else None
+    left = threading.Event()
+    try:
+        ray.init(address=address, **options)
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        if heeding is not None:
+            signal.signal(signal.SIGHUP, heeding)
+        if address is None:
+            threading.Thread(target=_watch, args=(left, on_lost), name="ray-watch", daemon=True).start()
+        yield
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        if ray.is_initialized():
+            raise
+        where = f"the Ray cluster at {address}" if address else "a local Ray"
+        raise MachineError(f"{where} cannot be reached: {' '.join(str(error).split())[:300]}") from None
+    finally:
+        left.set()
+        if heeding is not None:
+            signal.signal(signal.SIGHUP, heeding)
+        ray.shutdown()
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _watch(left: threading.Event, on_lost: Callable[[str], None]) -> None:
+    parts = [child for child in psutil.Process().children() if _name_of(child) in ESSENTIAL]
+    names = {part.pid: _name_of(part) for part in parts}
+    while not left.wait(0.2):
+        dead = [names[part.pid] for part in parts if not part.is_running() or _is_zombie(part)]
+        # Ending Ray ends its processes too; that is no loss.
+        if dead and not left.wait(0.1):
+            on_lost(f"Ray's process {dead[0]} ended unexpectedly")
+            return
+
+
+def _name_of(process: psutil.Process) -> str:
+    try:
+        return str(process.name())
+    except psutil.Error:
+        return ""
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def check_local_placement(placement: Placement) -> None:
+    """Whether this machine alone could hold one trial; asked before Ray is started. Raises MachineError."""
+    num_gpus, num_cpus = len(host.gpus()), os.cpu_count() or 1
+    if placement.gpus > num_gpus:
+        seen = ", ".join(gpu.name for gpu in host.gpus()) or "none"
+        raise MachineError(
+            f"placement.gpus: a trial needs {placement.gpus} GPUs on one node, this machine has {num_gpus} ({seen}); "
+            "join a cluster that has such a node with --address, or look at the command lines with --dry-run"
+        )
+    if placement.cpus > num_cpus:
+        raise MachineError(
+            f"placement.cpus: a trial needs {placement.cpus} CPUs on one node, this machine has {num_cpus}"
+        )
+
+
+class Nodes:
+    """The nodes that can hold one trial. Each holds one at a time: two engines side by side would measure each other.
+
+    Raises MachineError at once when no node can ever hold one.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._fitting: dict[str, str] = {}
+        self._taken: set[str] = set()
+        self._barred: dict[str, str] = {}
+        self._read_s = 0.0
+        self.refresh()
+        if not self._fitting:
+            raise MachineError(self._nothing_fits())
+
+    def refresh(self) -> None:
+        """Look again who is there; at most once in REFRESH_S."""
+        if time.monotonic() - self._read_s < REFRESH_S:
+            return
+        self._read_s = time.monotonic()
+        alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        self._fitting = {n["NodeID"]: n["NodeManagerAddress"] for n in alive if _fits(n, self._placement)}
+
+    def take(self) -> str | None:
+        """The id of a free node, now taken; None when all are busy, gone or barred."""
+        self.refresh()
+        free = [node for node in self._fitting if node not in self._taken and node not in self._barred]
+        if not free:
+            return None
+        self._taken.add(free[0])
+        return free[0]
+
+    def give_back(self, node: str) -> None:
+        self._taken.discard(node)
+
+    def bar(self, node: str, why: str) -> None:
+        """Never use this node again in this campaign: what it holds was not released."""
+        self._barred[node] = f"{self.address(node)}: {why}"
+
+    def is_there(self, node: str) -> bool:
+        self.refresh()
+        return node in self._fitting
+
+    def address(self, node: str) -> str:
+        return self._fitting.get(node, node)
+
+    def none_left(self) -> str | None:
+        """Why no node can be used any more; None as long as one can, be it busy now."""
+        self.refresh()
+        if any(node not in self._barred for node in self._fitting):
+            return None
+        barred = "; ".join(self._barred.values())
+        return f"not to be used again: {barred}" if barred else self._nothing_fits()
+
+    def _nothing_fits(self) -> str:
+        alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        shapes = "; ".join(
+            f"{node['NodeManagerAddress']}: {node['Resources'].get('GPU', 0):g} GPUs, "
+            f"{node['Resources'].get('CPU', 0):g} CPUs"
+            for node in alive
+        )
+        label = f" with label {self._placement.node_label}" if self._placement.node_label else ""
+        return (
+            f"no node of this Ray cluster can hold a trial: it needs {self._placement.gpus} GPUs and "
+            f"{self._placement.cpus} CPUs on ONE node{label}; the nodes have: {shapes or 'none alive'}"
+        )
+
+
+def _fits(node: dict[str, Any], placement: Placement) -> bool:
+    labelled = placement.node_label is None or placement.node_label in (
+        *node["Resources"],
+        *(f"{k}={v}" for k, v in node.get("Labels", {}).items()),
+    )
+    return (
+        labelled
+        and node["Resources"].get("GPU", 0) >= placement.gpus
+        and node["Resources"].get("CPU", 0) >= placement.cpus
+    )
