@@ -118,8 +118,8 @@ class _Job:
                     stalled = windows[-1].stalled
                     if stalled or not on_repeat(measure_windows(windows, warm_up)):
                         break
-        log = appended(log_before, self.surroundings.log_text())
-        run = self._judged(windows, warm_up, log, tuple(sorted(foreign)), [text.tokens for text in texts])
+        logs = log_before, appended(log_before, self.surroundings.log_text())
+        run = self._judged(windows, warm_up, logs, tuple(sorted(foreign)), [text.tokens for text in texts])
         if stalled:
             raise Stalled(self.name, stalled, run)
         return run
@@ -194,13 +194,14 @@ class _Job:
         self,
         windows: Sequence[Window],
         warm_up: Sequence[RequestTrace],
-        log: str,
+        logs: tuple[str, str],
         foreign: tuple[str, ...],
         text_tokens: Sequence[int | None],
     ) -> WorkloadRun:
         around = self.surroundings
         evidence = Evidence(
-            log=log,
+            log_before=logs[0],
+            log=logs[1],
             foreign_gpu_users=foreign,
             text_tokens=tuple(text_tokens),
             proposals=around.proposals,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from orchestrator.config import Workload
+from orchestrator.engines import compile_lines, override_lines
+from orchestrator.looping import is_looping
 from orchestrator.metrics import Measurement, RequestTrace, Window, chunk_gaps_s, counters_reset, ttft_s
 from orchestrator.quantity import median, over
 
@@ -39,12 +39,14 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What the verdict needs besides the requests. log: what the engine's log gained while measuring.
+    """What the verdict needs besides the requests.
 
+    log: what the engine's log gained while measuring; log_before: what it held until then.
     text_tokens[i]: tokens of prompt i's own text, so that the rest of its prompt is template and nonce.
     """
 
     log: str = ""
+    log_before: str = ""
     foreign_gpu_users: tuple[str, ...] = ()
     text_tokens: tuple[int | None, ...] = ()
     proposals: int | None = None
@@ -72,6 +74,7 @@ LEVELS: Mapping[str, Level] = {
     "client_jitter": Level.VALID,
     "bunched_chunks": Level.VALID,
     "first_chunk_assumed": Level.VALID,
+    "sampling_overridden": Level.VALID,
 }
 _ORDER = (Level.VALID, Level.SUSPECT, Level.INVALID)
 
@@ -99,15 +102,6 @@ LOWEST_ACCEPTANCE: Mapping[str, float] = {
     "eagle3": 0.15,
     "draft_model": 0.15,
 }
-_COMPILING = re.compile(
-    r"JIT compilation during inference|begins to compile kernel|\btorch\.compile takes|Compiling a graph|"
-    r"Captur(?:e|ing) (?:\w+ )*cuda ?graph|Graph capturing finished|DeepGEMM.*(?:JIT|compil)|Autotuning process starts|"
-    r"\bcompiling\b.*\bkernel|saved AOT compiled function",
-    re.IGNORECASE,
-)
-MIN_LOOP_BYTES = 256
-LOOP_WINDOW_BYTES = 1024
-LOOP_RATIO = 0.12
 
 
 def judge(workload: Workload, measurement: Measurement, windows: Sequence[Window], evidence: Evidence) -> Verdict:
@@ -129,6 +123,7 @@ def judge(workload: Workload, measurement: Measurement, windows: Sequence[Window
         _synthetic_acceptance(evidence),
         _random_prompts(workload, evidence),
         _ramp_and_drain(workload, measurement),
+        _sampling_overridden(evidence),
         *_notes(answered),
     ]
     return verdict_of(reason for reason in found if reason is not None)
@@ -156,7 +151,8 @@ def _prefix_cache_hits(measurement: Measurement, answered: Sequence[RequestTrace
         return None
     return Reason(
         code="prefix_cache_hits",
-        detail=f"{sum(hits):.0f} prompt tokens came from the prefix cache, at most {allowed:.0f} can be template",
+        detail=f"{sum(hits):.0f} prompt tokens came from the prefix cache, where the chat template explains at most "
+        f"{allowed:.0f}: their prefill was not measured (is `nonce` off?)",
     )
 
 
@@ -173,7 +169,8 @@ def _stream_errors(workload: Workload, measurement: Measurement) -> Reason | Non
         return None
     return Reason(
         code="stream_errors",
-        detail=f"{measurement.num_failed} of {measurement.num_requests} requests failed: {measurement.first_error}",
+        detail=f"{measurement.num_failed} of {measurement.num_requests} requests failed, the first with: "
+        f"{measurement.first_error}",
     )
 
 
@@ -197,13 +194,16 @@ def _short_output(workload: Workload, answered: Sequence[RequestTrace]) -> Reaso
 def _counter_reset(windows: Sequence[Window]) -> Reason | None:
     if not any(counters_reset(window) for window in windows):
         return None
-    return Reason(code="counter_reset", detail="the engine's counters went back while measuring: it restarted")
+    return Reason(
+        code="counter_reset",
+        detail="the engine's counters went back while measuring: it restarted, and is cold or not the same",
+    )
 
 
 def _gpu_shared(evidence: Evidence) -> Reason | None:
     if not evidence.foreign_gpu_users:
         return None
-    return Reason(code="gpu_shared", detail=f"also on the GPU: {', '.join(evidence.foreign_gpu_users)}")
+    return Reason(code="gpu_shared", detail=f"others used the GPUs meanwhile: {', '.join(evidence.foreign_gpu_users)}")
 
 
 def _client_late(measurement: Measurement) -> Reason | None:
@@ -215,8 +215,8 @@ def _client_late(measurement: Measurement) -> Reason | None:
         return None
     return Reason(
         code="client_late",
-        detail=f"the client itself was the bottleneck: event loop late by {lag_s * 1e3:.1f} ms (p90), "
-        f"{cpu:.0%} of one core",
+        detail=f"the client could not keep up, so every time is in doubt: one wake-up in ten was late by "
+        f"{lag_s * 1e3:.1f} ms or more, and it used {cpu:.0%} of a core; measure while the machine is quiet",
     )
 
 
@@ -226,16 +226,30 @@ def _client_jitter(measurement: Measurement) -> Reason | None:
         return None
     return Reason(
         code="client_jitter",
-        detail=f"one stamp in a hundred is late by {lag.value * 1e3:.1f} ms or more: medians hold, tails may not",
+        detail=f"one time in a hundred was taken {lag.value * 1e3:.1f} ms late or more, as on a busy machine: "
+        "medians hold, p99 and maximum may not",
     )
 
 
 def _compile_in_window(evidence: Evidence) -> Reason | None:
-    lines = [line for line in evidence.log.splitlines() if _COMPILING.search(line)]
+    lines = compile_lines(evidence.log)
     if not lines:
         return None
     return Reason(
-        code="compile_in_window", detail=f"{len(lines)} compile lines while measuring: {lines[0].strip()[:200]}"
+        code="compile_in_window",
+        detail=f"the engine compiled while it was measured ({len(lines)} log lines; more `warmup` may help): "
+        f"{lines[0][:200]}",
+    )
+
+
+def _sampling_overridden(evidence: Evidence) -> Reason | None:
+    lines = override_lines(f"{evidence.log_before}\n{evidence.log}")
+    if not lines:
+        return None
+    return Reason(
+        code="sampling_overridden",
+        detail="temperature, top_p and seed are sent with every request; for what is not sent the engine has its own "
+        f"defaults: {lines[0][:300]}",
     )
 
 
@@ -249,8 +263,8 @@ def _first_touch_outlier(answered: Sequence[RequestTrace]) -> Reason | None:
         if first > max(FIRST_TOUCH_FACTOR * usual, usual + FIRST_TOUCH_EXCESS_S):
             return Reason(
                 code="first_touch_outlier",
-                detail=f"prompt {index} took {first:.3f} s to a token in its first repeat and {usual:.3f} s later: "
-                "warm-up has missed a shape",
+                detail=f"prompt {index} took {first:.3f} s to its first token in the first repeat and "
+                f"{usual:.3f} s later: the engine still prepared something for it (more `warmup` may help)",
             )
     return None
 
@@ -261,30 +275,12 @@ def _degenerate_output(workload: Workload, answered: Sequence[RequestTrace]) -> 
     looping = [trace for trace in answered if is_looping(trace.text)]
     if len(looping) * 10 <= len(answered):
         return None
-    tail = " ".join(looping[0].text.split())[-80:]
+    tail = " ".join(looping[0].text.split())[-60:]
     return Reason(
-        code="degenerate_output", detail=f"{len(looping)} of {len(answered)} answers repeat themselves: …{tail}"
+        code="degenerate_output",
+        detail=f"{len(looping)} of {len(answered)} answers repeat themselves, which is easy to draft and flatters "
+        f"speculation; one ends with …{tail}",
     )
-
-
-def is_looping(text: str) -> bool:
-    """Whether a fourth or more of a text says the same again and again, by how far each piece of it compresses."""
-    data = text.encode("utf-8", "replace")
-    if len(data) < MIN_LOOP_BYTES:
-        return False
-    if len(data) >= 2 * LOOP_WINDOW_BYTES and len(zlib.compress(data, 6)) < LOOP_RATIO * len(data):
-        # A whole paragraph that returns is longer than a piece.
-        return True
-    pieces = [data[i : i + LOOP_WINDOW_BYTES] for i in range(0, len(data), LOOP_WINDOW_BYTES)]
-    if len(pieces) > 1 and len(pieces[-1]) < LOOP_WINDOW_BYTES:
-        pieces[-1] = data[-LOOP_WINDOW_BYTES:]
-    loops = sum(len(zlib.compress(piece, 6)) < _loop_size(len(piece)) for piece in pieces)
-    return loops * 4 >= len(pieces)
-
-
-def _loop_size(size: int) -> float:
-    # A phrase of some 60 bytes and zlib's own frame must be paid once, however short the piece is.
-    return 60 + LOOP_RATIO * size * 0.5
 
 
 def _acceptance_collapse(measurement: Measurement, evidence: Evidence) -> Reason | None:
@@ -318,19 +314,24 @@ def method_name(method: str | None) -> str:
 def _few_repeats(windows: Sequence[Window]) -> Reason | None:
     if len(windows) >= MIN_REPEATS:
         return None
-    return Reason(code="few_repeats", detail=f"{len(windows)} repeats, {MIN_REPEATS} are needed to see the noise")
+    return Reason(
+        code="few_repeats",
+        detail=f"{len(windows)} of at least {MIN_REPEATS} repeats: a difference cannot be told from noise",
+    )
 
 
 def _synthetic_acceptance(evidence: Evidence) -> Reason | None:
     if not evidence.synthetic_acceptance:
         return None
-    return Reason(code="synthetic_acceptance", detail="acceptance is set by hand: comparable only with its like")
+    return Reason(code="synthetic_acceptance", detail="acceptance is simulated: compare only with the like of it")
 
 
 def _random_prompts(workload: Workload, evidence: Evidence) -> Reason | None:
     if workload.kind != "tokens" or not evidence.proposals or evidence.synthetic_acceptance:
         return None
-    return Reason(code="random_prompts", detail="acceptance on random token ids says nothing about real text")
+    return Reason(
+        code="random_prompts", detail="the prompts are random token ids: acceptance on real text will be another"
+    )
 
 
 def _ramp_and_drain(workload: Workload, measurement: Measurement) -> Reason | None:
@@ -339,7 +340,8 @@ def _ramp_and_drain(workload: Workload, measurement: Measurement) -> Reason | No
         return None
     return Reason(
         code="ramp_and_drain",
-        detail=f"all {workload.concurrency} streams were busy in only {share.value:.0%} of the time: use more prompts",
+        detail=f"all {workload.concurrency} streams were busy only {share.value:.0%} of the time, the rest is "
+        "start and end: raise `num_prompts`",
     )
 
 

@@ -21,6 +21,7 @@ from orchestrator.verdict import LEVELS, Level
 DIALECTS = ("vllm", "sglang", "llamacpp")
 DSPARK = ("--speculative-config", json.dumps({"method": "dspark", "num_speculative_tokens": 6}))
 SPECULATING = Surroundings(proposals=6, method="dspark")
+OVERRIDDEN = "WARNING Default vLLM sampling parameters have been overridden by the model's generation_config.json\n"
 METRICS_FLAGS = {"vllm": (), "sglang": ("--enable-metrics",), "llamacpp": ("--metrics",)}
 
 
@@ -199,6 +200,7 @@ def _fast(**behaviour) -> dict:
         ("ramp_and_drain", (), _fast(tokens_per_s=100.0), {"concurrency": 8, "num_prompts": 9}, {}),
         ("bunched_chunks", (), {"tokens_per_s": 200.0, "burst": 8}, {}, {}),
         ("first_chunk_assumed", (), _fast(continuous_usage=False), {}, {}),
+        ("sampling_overridden", (), _fast(), {}, {"log_text": lambda: OVERRIDDEN}),
     ],
 )
 def test_a_code_is_earned(fake_engine, code, flags, behaviour, changes, surroundings):
@@ -224,6 +226,7 @@ def test_a_code_is_earned(fake_engine, code, flags, behaviour, changes, surround
         ("acceptance_collapse", DSPARK, {}, {}, {"proposals": 6, "method": "dspark"}),
         ("synthetic_acceptance", DSPARK, {}, {}, {"proposals": 6, "method": "dspark"}),
         ("random_prompts", (), _fast(), {"kind": "tokens", "prompt_tokens": 50}, {}),
+        ("sampling_overridden", (), _fast(), {}, {"log_text": lambda: "INFO started\n"}),
         ("ramp_and_drain", (), _fast(tokens_per_s=200.0), {"concurrency": 3, "num_prompts": 9}, {}),
     ],
 )

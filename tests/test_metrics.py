@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -205,3 +206,11 @@ def test_no_number_that_is_not_finite_leaves():
     values = [x for q in measured.metrics.values() if q for x in (q.value, q.low, q.high)]
     values += [x for series in measured.repeats.values() for x in series]
     json.dumps([x for x in values if x is not None], allow_nan=False)
+
+
+def test_every_name_stands_in_the_definitions():
+    told = (REFERENCE.parent.parent / "docs" / "definitions.md").read_text(encoding="utf-8")
+    names = measure_windows([window(trace(), concurrency=1)]).metrics
+    tails = re.compile(r"^(ttft|e2e|lateness)_(p50|p90|p99|max)_s$")
+    assert len(names) > 30
+    assert [name for name in names if f"`{name}`" not in told and not tails.match(name)] == []

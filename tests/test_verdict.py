@@ -1,4 +1,4 @@
-"""The parts of a verdict that need no server: texts, log lines, and how reasons add up."""
+"""The parts of a verdict that need no server: log lines, and how reasons add up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from orchestrator.verdict import (
     Level,
     Reason,
     Verdict,
-    is_looping,
     judge,
     method_name,
     verdict_of,
@@ -24,49 +23,6 @@ from orchestrator.verdict import (
 
 ROOT = Path(__file__).parent.parent
 RECORDED = Path(__file__).parent / "recorded"
-CHINESE = (
-    "春天的早晨，老渔夫推开木门，看见海面上漂着一只没有人的小船。他想起三十年前失踪的兄弟，于是把网放下，慢慢走向码头。"
-    "孩子们在沙滩上追逐海鸥，谁也没有注意到潮水正在悄悄退去。船舱里放着一盏还在燃烧的油灯，灯下压着一封信，信纸已经被海水打湿，"
-    "字迹却仍然清楚。他读完以后沉默了很久，最后把信折好，放进贴身的口袋，转身回家点起了炉火。妻子问他看见了什么，他只说天气要变了。"
-)
-WRITTEN = [
-    *sorted((ROOT / "conf" / "prompts").rglob("*.*")),
-    *sorted((ROOT / "orchestrator").glob("*.py")),
-    *sorted((ROOT / "docs").glob("*.md")),
-]
-
-
-@pytest.mark.parametrize("path", WRITTEN, ids=lambda p: p.name)
-def test_real_prose_and_code_do_not_loop(path):
-    text = path.read_text(encoding="utf-8")
-    assert not is_looping(text)
-    # An answer is short and may begin anywhere.
-    assert not any(is_looping(text[start : start + 1500]) for start in range(0, len(text), 1500))
-
-
-def test_chinese_tables_and_lists_do_not_loop():
-    assert not is_looping(CHINESE)
-    assert not is_looping("".join(f"| item {i} | {i * 37 % 101} | {i * i} |\n" for i in range(60)))
-    assert not is_looping("the " * 20)
-
-
-PARAGRAPH = (ROOT / "conf" / "prompts" / "story-chat" / "1-lighthouse.txt").read_text()
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "the " * 100,
-        "I think that the answer is not quite what you expected. " * 10,
-        "我觉得这个问题很好。" * 40,
-        "".join(f"{i}. The quick brown fox jumps over the lazy dog and goes home.\n" for i in range(60)),
-        PARAGRAPH * 6,
-        PARAGRAPH + " and then" * 150,
-        "�" * 300,
-    ],
-)
-def test_text_that_says_it_again_and_again_loops(text):
-    assert is_looping(text)
 
 
 def answered(count: int = 3, **rest) -> list[Window]:
@@ -123,6 +79,22 @@ def test_the_compile_lines_of_a_real_engine_are_found():
     assert len(lines) > 2
     assert all("compile_in_window" in judged(answered(), log=line) for line in lines)
     assert "compile_in_window" not in judged(answered(), log=(RECORDED / "vllm_cpu_fail_bad_flag.log").read_text())
+
+
+OVERRIDE = (
+    "(APIServer pid=8267) WARNING 11-29 14:17:18 [model.py:1546] Default vLLM sampling parameters have been "
+    "overridden by the model's `generation_config.json`: `{'top_k': 20, 'repetition_penalty': 1.05}`."
+)
+
+
+def test_sampling_that_the_engine_changes_is_noted_wherever_its_log_says_so():
+    windows = answered()
+    for place in ("log_before", "log"):
+        verdict = judge(Workload(), measure_windows(windows), windows, Evidence(**{place: f"INFO up\n{OVERRIDE}\n"}))
+        note = next(reason for reason in verdict.reasons if reason.code == "sampling_overridden")
+        assert verdict.level is Level.VALID
+        assert "'repetition_penalty': 1.05" in note.detail
+    assert "sampling_overridden" not in judged(answered(), log_before="\n".join(SERVING))
 
 
 def test_cached_tokens_up_to_the_template_are_allowed():
