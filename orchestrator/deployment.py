@@ -29,6 +29,7 @@ CALL_TIMEOUT_S = 15.0
 # A pause ends by itself when the command that holds it is gone.
 PAUSE_TTL_S, PAUSE_RENEW_S = 20.0, 5.0
 DRAIN_S = 30.0
+DELETE_TIMEOUT_S = 240.0
 _STARTED_NOT = re.compile(r"engine did not start: (.*)")
 
 
@@ -168,12 +169,14 @@ class Deployment:
 
     def delete(self) -> None:
         """End the service: engines stopped, GPUs free, listener closed. Raises MachineError when it does not end."""
-        try:
-            for name in (self.name, self.gateway_name):
-                if name in _applications():
+        deadline = time.monotonic() + DELETE_TIMEOUT_S
+        for name in (self.name, self.gateway_name):
+            while name in _applications():
+                # It gives up after a minute of its own, which an engine with much memory to free can take.
+                with contextlib.suppress(TimeoutError):
                     serve.delete(name)
-        except (TimeoutError, RuntimeError) as error:
-            raise MachineError(f"the application {self.name!r} did not end: {error}") from None
+                if time.monotonic() > deadline:
+                    raise MachineError(f"the application {name!r} did not end within {DELETE_TIMEOUT_S:.0f} s")
 
     def _gateway(self, method: str, *arguments: object) -> Any:
         handle = serve.get_deployment_handle(GATEWAY, self.gateway_name)

@@ -195,16 +195,18 @@ class Gateway:
 class EngineReplica:
     """One engine, started as its trial was: same spec, same keeper, same GPUs from Ray."""
 
-    def __init__(self, order: Mapping[str, Any]) -> None:
+    async def __init__(self, order: Mapping[str, Any]) -> None:  # type: ignore[misc]
+        """Returns when the engine is ready. Async, as Serve allows, so that it can be given up while it starts."""
         self._order = Order(**order)
         self._replica = serve.get_replica_context().replica_tag
         self._gpu_ids = tuple(str(gpu) for gpu in ray.get_gpu_ids())
+        self._starting: Server | None = None
         self._server: Server | None = None
         self._ended: str | None = None
         self._up, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-        self._up.wait()
+        await asyncio.to_thread(self._up.wait)
         if self._server is None:
             raise RuntimeError(f"engine did not start: {self._ended}")
         self._reporting = threading.Thread(target=lambda: asyncio.run(self._report()), name="report", daemon=True)
@@ -221,8 +223,8 @@ class EngineReplica:
                     while not self._stop.wait(0.2):
                         running.check_alive()
             except EngineFailure as failure:
-                if failure.diagnosis.cause in BUSY_CAUSES and time.monotonic() < deadline and self._server is None:
-                    time.sleep(2.0)
+                busy = failure.diagnosis.cause in BUSY_CAUSES and self._server is None
+                if busy and time.monotonic() < deadline and not self._stop.wait(2.0):
                     continue
                 self._ended = f"{failure.diagnosis.cause or 'ended'}: {failure.diagnosis.summary}"
             except Exception as error:  # noqa: BLE001 (told to Serve, which decides about this replica)
@@ -236,8 +238,16 @@ class EngineReplica:
         workdir.mkdir(parents=True, exist_ok=True)
         spec = order.spec()
         return server.running(
-            ENGINES[spec.kind], spec, workdir=workdir, ports=(order.ports[0], order.ports[1]), gpu_ids=self._gpu_ids
+            ENGINES[spec.kind],
+            spec,
+            workdir=workdir,
+            ports=(order.ports[0], order.ports[1]),
+            gpu_ids=self._gpu_ids,
+            on_start=self._remember,
         )
+
+    def _remember(self, starting: Server) -> None:
+        self._starting = starting
 
     async def _report(self) -> None:
         """Tell the gateway twice a second where this engine is, and at once when it has ended."""
@@ -285,9 +295,13 @@ class EngineReplica:
             raise RuntimeError(f"engine ended: {self._ended}")
 
     def __del__(self) -> None:
-        if hasattr(self, "_stop"):
-            self._stop.set()
-            self._thread.join()
+        if not hasattr(self, "_thread"):
+            return
+        self._stop.set()
+        if self._server is None and self._starting is not None:
+            # Its start is not waited for: the keeper ends it, and with that the start has failed.
+            self._starting.keeper.terminate()
+        self._thread.join()
 
 
 def engines(args: Mapping[str, Any]) -> serve.Application:

@@ -20,7 +20,17 @@ from orchestrator.errors import ConfigError, MachineError, PromotionError
 from orchestrator.promotion import Promotion, PromotionReport
 from orchestrator.service import engines, gateway
 
-__all__ = ["PromotionReport", "StatusReport", "engines", "gateway", "promote", "rollback", "status", "stop"]
+__all__ = [
+    "Deployment",
+    "PromotionReport",
+    "StatusReport",
+    "engines",
+    "gateway",
+    "promote",
+    "rollback",
+    "status",
+    "stop",
+]
 
 Say = Callable[[str], None]
 

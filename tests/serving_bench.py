@@ -22,13 +22,14 @@ FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 FAST = {"tokens_per_s": 400.0, "ttft_s": 0.01, "load_s": 0.2}
 
 
-def experiment(folder: Path, port: int, *, gpus: int = 0, **serving: Any) -> Experiment:
-    """One experiment, named after its folder, whose points are called fast and slow."""
+def experiment(folder: Path, name: str, port: int, *, gpus: int = 0, **serving: Any) -> Experiment:
+    """One experiment; those of one folder share their store and their local Ray head."""
     args: dict[str, Any] = {"tensor-parallel-size": gpus} if gpus > 1 else {}
     body = {
-        "name": folder.name,
+        "name": name,
         "engine": {
             "kind": "vllm",
+            "root": str(folder),
             "command": [sys.executable, str(FAKE_ENGINE), "vllm"],
             "model": "org/model",
             "served_model_name": "served",
@@ -42,12 +43,12 @@ def experiment(folder: Path, port: int, *, gpus: int = 0, **serving: Any) -> Exp
         },
         "objective": {"metric": "talk/decode_tok_s"},
         "tracking": {"folder": str(folder / "mlruns")},
-        "serving": {"port": port, "deadline_s": 60, **serving},
+        "serving": {"port": port, "deadline_s": 60, "verify": {"tolerance": 0.4}, **serving},
     }
-    path = folder / "experiment.yaml"
+    path = folder / f"{name}.yaml"
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(body), encoding="utf-8")
-    return config.load(path, [f"engine.root={folder}"])
+    return config.load(path)
 
 
 def result(
