@@ -82,6 +82,9 @@ def package_folder() -> Path | None:
 
 def convert(source: Path, target: Path) -> None:
     """Dequantize to bf16 and write weights, tokenizer, chat template and generation config into `target`."""
+    if not sys.stderr.isatty():
+        # Read when tqdm is imported: a log is no place for a progress bar.
+        os.environ["TQDM_DISABLE"] = "1"
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
