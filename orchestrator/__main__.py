@@ -99,7 +99,7 @@ def _run_campaign(
             f"{len(running.skipped)} skipped; folder {running.folder}"
         )
         if running.wants_more():
-            with nodes.connected(address, on_lost=lambda why: _end_without_ray(running, why)):
+            with nodes.connected(address, on_lost=lambda why: _end_without_ray(running, interrupts, why)):
                 ray_tune.run_trials(running, interrupts)
         with interrupts.deferred():
             recorded, selection = running.finish()
@@ -120,8 +120,11 @@ def _run_campaign(
         _next_commands(conf)
 
 
-def _end_without_ray(running: Campaign, why: str) -> None:
+def _end_without_ray(running: Campaign, interrupts: interrupt.Interrupts, why: str) -> None:
     """From the thread that saw Ray die: Ray may abort this process at any moment, so nothing else is tried."""
+    if interrupts.signal is not None:
+        # The signal went to the whole group, Ray included; the main thread is ending in order.
+        return
     running.close("KILLED")
     _say(f"error: {why}; finished trials are kept, run the rest with --resume")
     os._exit(MachineError.exit_code)
@@ -175,7 +178,7 @@ def results(
 
 @app.command()
 def compare(
-    first: Annotated[str, typer.Argument(metavar="A", help="an MLflow run id")],
+    first: Annotated[str, typer.Argument(metavar="A", help="a run id, a trial's name (the newest), or EXPERIMENT/NAME")],
     second: Annotated[str, typer.Argument(metavar="B", help="another")],
     *,
     uri: Annotated[str, typer.Option(help="the MLflow store that holds both")] = "sqlite:///mlruns/mlflow.db",
@@ -246,7 +249,7 @@ def ui(
     """Open MLflow's UI on the right store, on loopback, until Ctrl-C."""
     experiment = config.load(conf) if conf else config.Experiment(name="default")
     command = tracking.ui_command(experiment, port)
-    _say(f"http://127.0.0.1:{port} (Ctrl-C ends it)\n{shlex.join(command)}")
+    _say(f"{tracking.runs_page(experiment, f'http://127.0.0.1:{port}')}\n(Ctrl-C ends it) {shlex.join(command)}")
     os.execvp(command[0], command)
 
 

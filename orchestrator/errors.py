@@ -1,11 +1,11 @@
 """The errors a person can meet, drawn as a tree; the exit code of each stands beside it.
 
-    OrchestratorError
-    ├── ConfigError        2  the configuration is wrong
-    ├── MachineError       3  this machine or cluster cannot do it (GPUs, environment, ports, disk)
-    │   └── TrackingError  3  the MLflow store cannot be reached or is not ours
-    ├── PromotionError     1  nothing valid to promote, or the verification failed
-    └── EngineFailure      -  an engine did not start or died; becomes a TrialResult, never an exit
+OrchestratorError
+├── ConfigError        2  the configuration is wrong
+├── MachineError       3  this machine or cluster cannot do it (GPUs, environment, ports, disk)
+│   └── TrackingError  3  the MLflow store cannot be reached or is not ours
+├── PromotionError     1  nothing valid to promote, or the verification failed
+└── EngineFailure      -  an engine did not start or died; becomes a TrialResult, never an exit
 """
 
 from __future__ import annotations
