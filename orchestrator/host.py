@@ -21,6 +21,16 @@ FREE_SLACK_GIB = 0.75
 # Below this much in use without a process there is nothing to wait for.
 IDLE_GIB = 1.5
 POLL_S = 0.25
+# As in nvml.h; pynvml's own constant for reading is a tuple by mistake.
+P2P_READ = 0
+P2P_STATUS = {
+    0: "ok",
+    1: "not supported by the chipset",
+    2: "not supported by the GPU",
+    3: "not supported by the topology",
+    4: "disabled",
+    5: "not supported",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,18 +260,8 @@ def topology() -> list[dict[str, object]]:
 
 
 def _p2p(a: object, b: object) -> str | None:
-    status = _supported(pynvml.nvmlDeviceGetP2PStatus, a, b, pynvml.NVML_P2P_CAPS_INDEX_READ)
-    if status is None:
-        return None
-    words = {
-        pynvml.NVML_P2P_STATUS_OK: "ok",
-        pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED: "not supported by the chipset",
-        pynvml.NVML_P2P_STATUS_GPU_NOT_SUPPORTED: "not supported by the GPU",
-        pynvml.NVML_P2P_STATUS_IOH_TOPOLOGY_NOT_SUPPORTED: "not supported by the topology",
-        pynvml.NVML_P2P_STATUS_DISABLED_BY_REGKEY: "disabled",
-        pynvml.NVML_P2P_STATUS_NOT_SUPPORTED: "not supported",
-    }
-    return words.get(status, f"unknown (status {status})")
+    status = _supported(pynvml.nvmlDeviceGetP2PStatus, a, b, P2P_READ)
+    return None if status is None else P2P_STATUS.get(status, f"unknown (status {status})")
 
 
 def driver_version() -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import threading
 import time
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 # A start of minutes need not be looked at as often as one of a second.
 FIRST_POLL_S, LONGEST_POLL_S = 0.05, 0.5
 HEALTH_TIMEOUT_S = 10.0
+LOOKED_AT_BYTES = 1 << 20
 # Our own questions in the engine's access log are no progress of the engine.
 OWN_REQUEST = re.compile(rb"\b(?:GET|POST) /(?:health|metrics|v1/(?:models|completions|chat/completions))\b")
 
@@ -58,9 +60,10 @@ class _Progress:
 
     def silent_s(self) -> float:
         with self._path.open("rb") as log:
-            log.seek(self._read_bytes)
-            grown = log.read()
-        self._read_bytes += len(grown)
+            size = os.fstat(log.fileno()).st_size
+            log.seek(max(self._read_bytes, size - LOOKED_AT_BYTES))
+            grown = log.read(LOOKED_AT_BYTES)
+            self._read_bytes = log.tell()
         if any(line.strip() and not OWN_REQUEST.search(line) for line in grown.splitlines()):
             self._progressed_s = time.monotonic()
         return time.monotonic() - self._progressed_s

@@ -243,8 +243,9 @@ def _gpus_of_our_own(plan: LaunchPlan, gpu_ids: tuple[str, ...]) -> Iterator[dic
             f"the trial was given {len(gpu_ids)}: {', '.join(gpu_ids)}"
         )
     seen = host.gpus(gpu_ids)
-    if seen and len(seen) != len(gpu_ids):
-        raise MachineError(f"of the GPUs {', '.join(gpu_ids)} this node has only {[gpu.index for gpu in seen]}")
+    if len(seen) != len(gpu_ids) and (here := host.gpus()):
+        indexes = ", ".join(str(gpu.index) for gpu in here)
+        raise MachineError(f"the trial was given the GPUs {', '.join(gpu_ids)}; this node has {indexes}")
     with claims.gpus_claimed([gpu.uuid for gpu in seen]) as claimed:
         others = tuple(f"GPU {gpu.index}: another engine of ours has it" for gpu in seen if gpu.uuid in claimed)
         faults = tuple(f"GPU {gpu.index}: {gpu.fault}" for gpu in seen if gpu.fault)
