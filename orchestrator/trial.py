@@ -39,7 +39,7 @@ class TrialResult:
     memory: per name a Fact with unit in the name: gpu0_peak_gib, model_gib, kv_available_gib, kv_tokens, graph_gib,
     host_rss_peak_gib. phases_s: seconds spent in starting, warming, measuring, stopping.
     launch: argv, env added (secrets masked), log path. provenance: host, GPUs, driver, versions, git commit.
-    verdicts: per workload; verdict: the worst of them.
+    verdicts: per workload; verdict: the worst of them, None when nothing was measured.
     """
 
     spec: TrialSpec
@@ -234,11 +234,13 @@ class _Story:
         self.keep(name, run)
         if run.measurement.num_failed and run.measurement.num_failed == run.measurement.num_requests:
             running.check_alive()
-            self.outcome = Diagnosis(
-                status=TrialStatus.FAILED,
-                cause="no_successful_request",
-                summary=f"{name}: none of its {run.measurement.num_requests} requests succeeded, the first with: "
-                f"{run.measurement.first_error}",
+            self.outcome = self.explained(
+                Diagnosis(
+                    status=TrialStatus.FAILED,
+                    cause="no_successful_request",
+                    summary=f"{name}: none of its {run.measurement.num_requests} requests succeeded, the first with: "
+                    f"{run.measurement.first_error}",
+                )
             )
 
     def keep(self, name: str, run: WorkloadRun) -> None:
@@ -283,7 +285,7 @@ class _Story:
             evidence=outcome.evidence,
             measurements={name: run.measurement for name, run in self.runs.items()},
             verdicts=verdicts,
-            verdict=worst(verdicts.values()),
+            verdict=worst(verdicts.values()) if verdicts else None,
             memory={**memory, **(self.sampler.peaks() if self.sampler else {})},
             memory_series=self.sampler.series if self.sampler else {},
             facts=self.facts,
