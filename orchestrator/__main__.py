@@ -83,6 +83,9 @@ def _run_campaign(
     address: str | None,
     as_json: bool,
 ) -> None:
+    if address is None:
+        # Read when Ray is imported: every socket of an embedded Ray then listens on loopback only.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     # Ray takes seconds to import; a dry run and a wrong key are answered without it.
     from orchestrator import campaign, nodes, progress, sampler
     from orchestrator import tune as ray_tune
@@ -99,7 +102,7 @@ def _run_campaign(
             f"{len(running.skipped)} skipped; folder {running.folder}"
         )
         if running.wants_more():
-            with nodes.connected(address, on_lost=lambda why: _end_without_ray(running, interrupts, why)):
+            with nodes.connected(address, on_lost=lambda why: _end_without_ray(running, why)):
                 ray_tune.run_trials(running, interrupts)
         with interrupts.deferred():
             recorded, selection = running.finish()
@@ -120,11 +123,8 @@ def _run_campaign(
         _next_commands(conf)
 
 
-def _end_without_ray(running: Campaign, interrupts: interrupt.Interrupts, why: str) -> None:
+def _end_without_ray(running: Campaign, why: str) -> None:
     """From the thread that saw Ray die: Ray may abort this process at any moment, so nothing else is tried."""
-    if interrupts.signal is not None:
-        # The signal went to the whole group, Ray included; the main thread is ending in order.
-        return
     running.close("KILLED")
     _say(f"error: {why}; finished trials are kept, run the rest with --resume")
     os._exit(MachineError.exit_code)
@@ -178,7 +178,9 @@ def results(
 
 @app.command()
 def compare(
-    first: Annotated[str, typer.Argument(metavar="A", help="a run id, a trial's name (the newest), or EXPERIMENT/NAME")],
+    first: Annotated[
+        str, typer.Argument(metavar="A", help="a run id, a trial's name (the newest), or EXPERIMENT/NAME")
+    ],
     second: Annotated[str, typer.Argument(metavar="B", help="another")],
     *,
     uri: Annotated[str, typer.Option(help="the MLflow store that holds both")] = "sqlite:///mlruns/mlflow.db",

@@ -47,14 +47,14 @@ def connected(address: str | None, on_lost: Callable[[str], None] = lambda _: No
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
     if address is None:
         options |= {"object_store_memory": 128 << 20, "_node_ip_address": "127.0.0.1"}
-    # A terminal that is closed hangs up on the whole group; Ray must outlive that until we have ended it.
-    heeding = signal.signal(signal.SIGHUP, signal.SIG_IGN) if _is_main_thread() else None
     left = threading.Event()
     try:
-        ray.init(address=address, **options)
+        with _children_in_own_groups():
+            ray.init(address=address, **options)
         logging.getLogger("ray").setLevel(logging.ERROR)
-        if heeding is not None:
-            signal.signal(signal.SIGHUP, heeding)
+        if threading.current_thread() is threading.main_thread():
+            # Ray has put a handler below Python's that aborts on SIGTERM; set ours again.
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         if address is None:
             threading.Thread(target=_watch, args=(left, on_lost), name="ray-watch", daemon=True).start()
         yield
@@ -65,13 +65,28 @@ def connected(address: str | None, on_lost: Callable[[str], None] = lambda _: No
         raise MachineError(f"{where} cannot be reached: {' '.join(str(error).split())[:300]}") from None
     finally:
         left.set()
-        if heeding is not None:
-            signal.signal(signal.SIGHUP, heeding)
         ray.shutdown()
 
 
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+_grouping = threading.Event()
+
+
+def _leave_group() -> None:
+    if _grouping.is_set():
+        os.setpgid(0, 0)
+
+
+os.register_at_fork(after_in_child=_leave_group)
+
+
+@contextlib.contextmanager
+def _children_in_own_groups() -> Iterator[None]:
+    """A signal for our whole group (a terminal's, `timeout`'s) must not end Ray under us: we end it, in order."""
+    _grouping.set()
+    try:
+        yield
+    finally:
+        _grouping.clear()
 
 
 def _watch(left: threading.Event, on_lost: Callable[[str], None]) -> None:
@@ -81,6 +96,10 @@ def _watch(left: threading.Event, on_lost: Callable[[str], None]) -> None:
         dead = [names[part.pid] for part in parts if not part.is_running() or _is_zombie(part)]
         # Ending Ray ends its processes too; that is no loss.
         if dead and not left.wait(0.1):
+            for part in parts:
+                # Its agents would linger for a minute. Engines are not in this group: their keepers end them.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(part.pid, signal.SIGKILL)
             on_lost(f"Ray's process {dead[0]} ended unexpectedly")
             return
 

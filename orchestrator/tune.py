@@ -35,7 +35,7 @@ def run_trials(campaign: Campaign, interrupts: Interrupts | None = None) -> None
     interrupts = interrupts or Interrupts()
     feed = _Feed(campaign, Nodes(campaign.experiment.placement), interrupts)
     try:
-        with interrupts.deferred(), tempfile.TemporaryDirectory(prefix="tune-") as storage:
+        with interrupts.deferred(), tempfile.TemporaryDirectory(prefix="tune-", ignore_cleanup_errors=True) as storage:
             _fit(campaign, feed, storage)
     except KeyboardInterrupt:
         campaign.interrupted = interrupts.signal or "SIGINT"
