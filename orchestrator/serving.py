@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator import claims, cluster, gate, tracking
+from orchestrator import export as files
 from orchestrator.config import Experiment, Placement
 from orchestrator.deployment import Deployment, is_loopback, other_applications
 from orchestrator.errors import ConfigError, MachineError, PromotionError
@@ -25,6 +26,7 @@ __all__ = [
     "PromotionReport",
     "StatusReport",
     "engines",
+    "export",
     "gateway",
     "promote",
     "rollback",
@@ -135,6 +137,17 @@ def stop(experiment: Experiment, *, address: str | None = None, say: Say = lambd
         elif address is None:
             say(f"the local Ray head stays for {', '.join(others)}")
     return ran or address is None
+
+
+def export(experiment: Experiment, *, run_id: str | None = None, folder: Path) -> list[Path]:
+    """Write what starts this run elsewhere: serve.sh, serve.yaml and, for vLLM, serve-llm.yaml. Returns the files.
+
+    Without run_id it is the champion, else the best of the last campaign.
+    """
+    recorded = tracking.champion(experiment) if run_id is None else None
+    recorded = recorded or gate.candidate(experiment, run_id)
+    gate.require_complete(recorded.result)
+    return files.export(experiment, recorded, folder)
 
 
 @contextlib.contextmanager
