@@ -2,19 +2,22 @@
 
     python experiments/client-overhead/overhead.py [--streams 64] [--rate 80] [--seconds 10]
 
-The engine's schedule is known exactly (one token per chunk, 1/rate apart), so what the client adds is what it measures
-beyond that. The last line of stdout is one JSON document.
+The engine's schedule is known exactly (one token per chunk, 1/rate apart), so what a client adds is what it measures
+beyond that. Ours and `vllm bench serve` take turns on the same server and the same core. Writes results.csv; the last
+line of stdout is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import platform
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -22,10 +25,17 @@ import psutil
 
 from orchestrator.client import RequestError, Target, list_models
 from orchestrator.config import Workload
-from orchestrator.measure import WorkloadRun, measure
+from orchestrator.measure import measure
+from orchestrator.workload import load_texts
 
-ENGINE = Path(__file__).resolve().parent.parent.parent / "tests" / "fake_engine.py"
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+import vllm_bench  # noqa: E402  (a neighbour of this folder, which is no package)
+
+ENGINE = vllm_bench.ROOT / "tests" / "fake_engine.py"
 MODEL = "org/model"
+Row = dict[str, object]
 
 
 def main() -> None:
@@ -33,30 +43,41 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--rate", type=float, default=80.0, help="chunks per second and stream")
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--repeats", type=int, default=3)
     asked = parser.parse_args()
+    workload = Workload(
+        num_prompts=asked.streams,
+        concurrency=asked.streams,
+        output_tokens=int(asked.rate * asked.seconds),
+        repeats=1,
+    )
     engine, base_url = start(asked.rate)
     cores = spread(engine)
+    rows: list[Row] = []
     try:
         wait(base_url)
-        workload = Workload(
-            num_prompts=asked.streams,
-            concurrency=asked.streams,
-            output_tokens=int(asked.rate * asked.seconds),
-            repeats=3,
-        )
-        run = measure(Target(base_url=base_url, model=MODEL), None, "client-overhead", workload)
+        with tempfile.TemporaryDirectory() as folder:
+            for repeat in range(asked.repeats):
+                for client in (ours, theirs) if repeat % 2 == 0 else (theirs, ours):
+                    row = client(base_url, workload, Path(folder), asked.rate)
+                    rows.append({"repeat": repeat, **row, "load_1min": round(psutil.getloadavg()[0], 2)})
+                    print(rows[-1], file=sys.stderr)
     finally:
         engine.terminate()
         engine.wait()
+    with (HERE / "results.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
+        writer.writeheader()
+        writer.writerows(rows)
     document = {
         "streams": asked.streams,
         "rate": asked.rate,
         "seconds": asked.seconds,
         "cores": cores,
-        **told(run, asked.rate),
+        "python": platform.python_version(),
+        "vllm": vllm_bench.version(),
+        "rows": rows,
     }
-    for name, value in document.items():
-        print(f"{name:32} {value}")
     print(json.dumps(document))
 
 
@@ -65,7 +86,7 @@ def start(rate: float) -> tuple[subprocess.Popen[bytes], str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     # Tokens, not prefill, are the load: the first token comes at once.
-    wishes = {"tokens_per_s": rate, "ttft_s": 0.3, "load_s": 0.0, "max_life_s": 300}
+    wishes = {"tokens_per_s": rate, "ttft_s": 0.3, "load_s": 0.0, "max_life_s": 900}
     process = subprocess.Popen(
         [sys.executable, str(ENGINE), "vllm", MODEL, "--port", str(port)],
         env={**os.environ, "FAKE_ENGINE": json.dumps(wishes)},
@@ -92,32 +113,79 @@ def wait(base_url: str) -> None:
     raise SystemExit("the stand-in engine did not start")
 
 
-def told(run: WorkloadRun, rate: float) -> dict[str, object]:
-    """What the client measured, beside what the schedule says."""
-    metrics = run.measurement.metrics
-    tpot, cpu, lag = (metrics[name] for name in ("tpot_s", "client_cpu_share", "client_lag_p99_s"))
-    assert tpot is not None
-    assert cpu is not None
-    assert lag is not None
+def ours(base_url: str, workload: Workload, workdir: Path, rate: float) -> Row:
+    """One repeat by our client, in this process; its CPU is counted from the end of warm-up to the last answer."""
+    marks: list[float] = []
+
+    def progress(phase: str, done: int, total: int) -> None:
+        if done == total:
+            marks.append(time.process_time())
+
+    run = measure(Target(base_url=base_url, model=MODEL), None, "client-overhead", workload, on_progress=progress)
     chunks = sum(len(trace.chunk_times_s) for trace in run.traces)
-    repeats = sorted({trace.repeat for trace in run.traces})
-    spans = [[t for t in run.traces if t.repeat == repeat] for repeat in repeats]
-    wall_s = sum(max(t.chunk_times_s[-1] for t in traces) - min(t.sent_s for t in traces) for traces in spans)
-    streaming_s = sum(
-        max(t.chunk_times_s[-1] for t in traces) - min(t.chunk_times_s[0] for t in traces) for traces in spans
-    )
+    first_s = min(trace.chunk_times_s[0] for trace in run.traces)
+    last_s = max(trace.chunk_times_s[-1] for trace in run.traces)
+    metrics = {name: quantity.value for name, quantity in run.measurement.metrics.items() if quantity is not None}
     return {
+        "client": "orchestrator",
         "chunks": chunks,
-        "chunks_per_s": round(chunks / streaming_s, 1),
-        "tpot_ms": round(tpot.value * 1e3, 4),
-        "tpot_error_percent": round((tpot.value * rate - 1) * 100, 3),
-        "client_cpu_share": round(cpu.value, 4),
-        "cpu_us_per_chunk": round(cpu.value * wall_s / chunks * 1e6, 1),
-        "loop_lag_p99_ms": round(lag.value * 1e3, 2),
-        "verdict": run.verdict.level.value,
-        "reasons": [reason.code for reason in run.verdict.reasons],
-        "python": platform.python_version(),
-        "load_1min": psutil.getloadavg()[0],
+        "chunks_per_s": round(chunks / (last_s - first_s), 1),
+        **told(metrics["tpot_s"], rate, marks[-1] - marks[-2], chunks),
+        "client_cpu_share": round(metrics["client_cpu_share"], 4),
+        "loop_lag_p99_ms": round(metrics["client_lag_p99_s"] * 1e3, 2),
+        "reasons": " ".join(reason.code for reason in run.verdict.reasons),
+    }
+
+
+def theirs(base_url: str, workload: Workload, workdir: Path, rate: float) -> Row:
+    """The same load by `vllm bench serve`; its CPU is counted from the line that announces the run to its results."""
+    prompts = workdir / "prompts.jsonl"
+    texts = [f"Case {i}. {text}" for i, text in enumerate(load_texts(workload) * workload.num_prompts)]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts[: workload.num_prompts]))
+    arguments = [
+        *("--base-url", base_url, "--backend", "openai-chat", "--endpoint", "/v1/chat/completions"),
+        *("--model", MODEL, "--tokenizer", str(vllm_bench.MODEL_FOLDER), "--temperature", "0", "--disable-tqdm"),
+        *("--dataset-name", "custom", "--dataset-path", str(prompts), "--skip-chat-template"),
+        *("--num-prompts", str(workload.num_prompts), "--max-concurrency", str(workload.concurrency)),
+        *("--custom-output-len", str(workload.output_tokens), "--save-result", "--save-detailed"),
+        *("--result-dir", str(workdir), "--result-filename", "bench.json"),
+    ]
+    cpu_s = cpu_of([str(vllm_bench.BIN / "vllm"), "bench", "serve", *arguments])
+    document = json.loads((workdir / "bench.json").read_text())
+    chunks = sum(len(gaps) + 1 for gaps in document["itls"])
+    return {
+        "client": "vllm bench serve",
+        "chunks": chunks,
+        "chunks_per_s": round(chunks / (document["duration"] - min(document["ttfts"])), 1),
+        **told(document["median_tpot_ms"] / 1e3, rate, cpu_s, chunks),
+    }
+
+
+def cpu_of(command: list[str]) -> float:
+    """Seconds of CPU that the benchmark used between its own words; the imports before them are left out."""
+    environment = vllm_bench.environment({"PYTHONUNBUFFERED": "1"})
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        marks: list[float] = []
+        said: list[str] = []
+        for line in process.stdout:
+            said.append(line)
+            if "Starting main benchmark run" in line or "Serving Benchmark Result" in line:
+                times = psutil.Process(process.pid).cpu_times()
+                marks.append(times.user + times.system)
+    if process.returncode or len(marks) != 2:
+        raise SystemExit(f"vllm bench serve ended with {process.returncode}:\n{''.join(said)[-2000:]}")
+    return marks[1] - marks[0]
+
+
+def told(tpot_s: float, rate: float, cpu_s: float, chunks: int) -> Row:
+    return {
+        "tpot_ms": round(tpot_s * 1e3, 4),
+        "tpot_error_percent": round((tpot_s * rate - 1) * 100, 3),
+        "cpu_s": round(cpu_s, 3),
+        "cpu_us_per_chunk": round(cpu_s / chunks * 1e6, 1),
     }
 
 
