@@ -70,7 +70,7 @@ def tune(
         try:
             _run_campaign(experiment, conf, interrupts, resume=resume, address=address, as_json=as_json)
         except KeyboardInterrupt:
-            _say(f"interrupted ({interrupts.signal}); finish it with: {_resume_command(conf, overrides)}")
+            _say(f"interrupted ({interrupts.signal or 'SIGTERM'}); finish it with: {_resume_command(conf, overrides)}")
             raise typer.Exit(interrupt.EXIT_CODE) from None
 
 

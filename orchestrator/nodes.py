@@ -49,12 +49,9 @@ def connected(address: str | None, on_lost: Callable[[str], None] = lambda _: No
         options |= {"object_store_memory": 128 << 20, "_node_ip_address": "127.0.0.1"}
     left = threading.Event()
     try:
-        with _children_in_own_groups():
+        with _children_in_own_groups(), _sigterm_kept():
             ray.init(address=address, **options)
         logging.getLogger("ray").setLevel(logging.ERROR)
-        if threading.current_thread() is threading.main_thread():
-            # Ray has put a handler below Python's that aborts on SIGTERM; set ours again.
-            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         if address is None:
             threading.Thread(target=_watch, args=(left, on_lost), name="ray-watch", daemon=True).start()
         yield
@@ -87,6 +84,19 @@ def _children_in_own_groups() -> Iterator[None]:
         yield
     finally:
         _grouping.clear()
+
+
+@contextlib.contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Ray sets handlers of its own for SIGTERM: one that aborts, one that exits; after it ours stands again."""
+    kept = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit as exit_of_ray:
+        raise KeyboardInterrupt from exit_of_ray
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, kept)
 
 
 def _watch(left: threading.Event, on_lost: Callable[[str], None]) -> None:

@@ -17,8 +17,8 @@ from orchestrator.ledger import Ledger
 from orchestrator.space import Dimension, dimensions, draw
 
 METRIC = "objective"
-# A space without a new point is not asked for ever.
-MAX_REPEATS = 50
+# How often a known point may be drawn in a row before chance draws instead, and before there is taken to be no other.
+REPEATS_OF_TPE, REPEATS_OF_CHANCE = 20, 200
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
@@ -37,19 +37,24 @@ class Tpe:
         known = {dimension.key for dimension in dimensions(experiment)}
         # Places in a list mean nothing once the keys of the space have changed.
         self._replayed = [sample for sample in ledger.samples() if known.issuperset(sample)]
+        seed, mode = experiment.search.seed, experiment.objective.mode
         self._search = OptunaSearch(
             space=self._space,
             metric=METRIC,
-            mode=experiment.objective.mode,
+            mode=mode,
             points_to_evaluate=self._replayed,
             sampler=optuna.samplers.TPESampler(
-                seed=experiment.search.seed,
+                seed=seed,
                 # Few starts are affordable, so learning begins early.
                 n_startup_trials=max(4, self._wanted // 4),
+                # A point that is running, or was drawn twice, is not drawn once more.
+                constant_liar=True,
             ),
         )
-        self._points: dict[str, str] = {}
-        self._values: dict[str, float | None] = {}
+        chance = optuna.samplers.RandomSampler(seed=seed)
+        self._chance = OptunaSearch(space=self._space, metric=METRIC, mode=mode, sampler=chance)
+        self._points: set[str] = set()
+        self._drawn_by: dict[str, OptunaSearch] = {}
         self._params: dict[str, Any] = {}
         self._places: dict[str, Any] = {}
         self._asked = 0
@@ -57,29 +62,26 @@ class Tpe:
 
     def ask(self) -> tuple[str, dict[str, Any]] | None:
         """(id, params) of a point that was not drawn before; None when there are enough, or no more."""
-        for _ in range(MAX_REPEATS if len(self._points) < self._wanted and not self._exhausted else 0):
+        if len(self._points) >= self._wanted or self._exhausted:
+            return None
+        for repeat in range(REPEATS_OF_TPE + REPEATS_OF_CHANCE):
+            drawing = self._search if repeat < REPEATS_OF_TPE else self._chance
             sample_id = f"sample-{self._asked}"
-            self._search.suggest(sample_id)
+            drawing.suggest(sample_id)
             self._asked += 1
             point = json.dumps(self._params, sort_keys=True, default=str)
             if point not in self._points:
-                self._points[point] = sample_id
-                if self._asked > len(self._replayed):
+                self._points.add(point)
+                self._drawn_by[sample_id] = drawing
+                if len(self._points) > len(self._replayed):
                     self._ledger.remember_sample(self._places)
                 return sample_id, self._params
-            twin = self._points[point]
-            if twin in self._values:
-                self._told(sample_id, self._values[twin])
         self._exhausted = True
         return None
 
     def tell(self, sample_id: str, value: float | None) -> None:
         """value: the objective; None for an infeasible point, which ranks behind every other."""
-        self._values[sample_id] = value
-        self._told(sample_id, value)
-
-    def _told(self, sample_id: str, value: float | None) -> None:
-        self._search.on_trial_complete(sample_id, None if value is None else {METRIC: value})
+        self._drawn_by[sample_id].on_trial_complete(sample_id, None if value is None else {METRIC: value})
 
     def shortfall(self) -> tuple[str, str] | None:
         found = len(self._points)

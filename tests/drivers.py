@@ -124,13 +124,12 @@ def _is_engine(pid: int) -> bool:
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Sections replace each other key by key; search is replaced whole."""
-    return {
-        key: {**value, **over[key]}
-        if isinstance(value, dict) and key in over and key != "search"
-        else over.get(key, value)
-        for key, value in {**over, **base}.items()
-    }
+    """Sections are merged key by key, the workload deeper; search is replaced whole."""
+    merged = {**base, **over}
+    for section in ("engine", "placement"):
+        merged[section] = {**base[section], **over.get(section, {})}
+    chat = {**base["workloads"]["chat"], **over.get("workloads", {}).get("chat", {})}
+    return {**merged, "workloads": {**over.get("workloads", {}), "chat": chat}}
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
