@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import subprocess
 from dataclasses import dataclass
@@ -66,9 +65,8 @@ class CampaignPlan:
 def dry_run(experiment: Experiment) -> CampaignPlan:
     """Plan every point. Raises ConfigError where the engine module or its --help would refuse one."""
     specs, skipped = campaign.keyed_points(experiment)
-    launches = tuple((spec, _plan(spec)) for spec in specs)
-    confirm = experiment.search.confirm
-    num_starts = len(launches) + (min(confirm.top, len(launches)) * confirm.launches)
+    launches = tuple((spec, launch_plan(spec)) for spec in specs)
+    num_starts = number_of_starts(experiment, len(launches))
     warnings = dict.fromkeys(f"{spec.name}: {text}" for spec, plan in launches for text in plan.warnings)
     warnings.update(dict.fromkeys(_flag_warnings(launches)))
     duration_s = _typical_trial_s(experiment)
@@ -82,6 +80,12 @@ def dry_run(experiment: Experiment) -> CampaignPlan:
     )
 
 
+def number_of_starts(experiment: Experiment, num_points: int) -> int:
+    """Engine starts of a campaign: one per point, and the finalists' confirmations."""
+    confirm = experiment.search.confirm
+    return num_points + min(confirm.top, num_points) * confirm.launches
+
+
 def check_startable(experiment: Experiment) -> None:
     """Fail now, not in the first trial: model folders and programs that are not there.
 
@@ -89,16 +93,16 @@ def check_startable(experiment: Experiment) -> None:
     """
     specs, _ = campaign.keyed_points(experiment)
     for spec in specs:
-        _check_model(spec.engine)
-        server.check_program(_plan(spec))
+        check_model(spec.engine)
+        server.check_program(launch_plan(spec))
 
 
-def _plan(spec: TrialSpec) -> LaunchPlan:
+def launch_plan(spec: TrialSpec) -> LaunchPlan:
     return ENGINES[spec.engine.kind].plan(spec.engine, spec.placement.ports[0], Path("trial"))
 
 
-def _check_model(spec: EngineSpec) -> None:
-    """A hub name (`organisation/name`) is the engine's business; a path has to be there."""
+def check_model(spec: EngineSpec) -> None:
+    """A hub name (`organisation/name`) is the engine's business; a path has to be there. Raises ConfigError."""
     looks_like_path = spec.model.startswith((".", "/", "~")) or spec.model.count("/") > 1
     if looks_like_path and not (Path(spec.root) / spec.model).expanduser().exists():
         raise ConfigError(f"engine.model: there is no file or folder {spec.model} (looked in {spec.root})")
@@ -106,33 +110,45 @@ def _check_model(spec: EngineSpec) -> None:
 
 def _flag_warnings(launches: tuple[tuple[TrialSpec, LaunchPlan], ...]) -> list[str]:
     """Flags that the installed engine's own --help does not list, with the nearest that it does."""
-    texts: dict[tuple[str, ...], str | None] = {}
+    answers: dict[tuple[str, ...], HelpAnswer | None] = {}
     complaints = []
     for spec, plan in launches:
         command = ENGINES[spec.engine.kind].help_command(spec.engine)
-        if command not in texts:
-            texts[command] = _help_text(command, plan)
-        text = texts[command]
-        complaints += [f"{spec.name}: {line}" for line in check_flags(plan.argv, text)] if text else []
+        if command not in answers:
+            answers[command] = ask_help(spec.engine, plan)
+        answer = answers[command]
+        if answer and answer.exit_code == 0:
+            complaints += [f"{spec.name}: {line}" for line in check_flags(plan.argv, answer.text)]
     return complaints
 
 
-def _help_text(command: tuple[str, ...], plan: LaunchPlan) -> str | None:
-    """None where the engine is not installed here or does not answer."""
-    path = os.pathsep.join(filter(None, [plan.path_prefix, os.environ.get("PATH")]))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HelpAnswer:
+    """What an installed engine said when asked for its flags; with another exit code than 0, why it cannot start."""
+
+    exit_code: int
+    text: str
+
+
+def ask_help(spec: EngineSpec, plan: LaunchPlan) -> HelpAnswer | None:
+    """Ask the engine itself for its flags, in its own environment. None where it is not installed or never answers."""
+    command = ENGINES[spec.kind].help_command(spec)
     try:
         server.check_program(plan)
         answer = subprocess.run(
             command,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
             text=True,
+            errors="replace",
             timeout=HELP_TIMEOUT_S,
             check=False,
-            env={**os.environ, **plan.env, "PATH": path},
+            env=server.environment(plan),
         )
     except (MachineError, OSError, subprocess.TimeoutExpired):
         return None
-    return answer.stdout if answer.returncode == 0 else None
+    return HelpAnswer(exit_code=answer.returncode, text=answer.stdout)
 
 
 def _typical_trial_s(experiment: Experiment) -> float | None:

@@ -225,9 +225,10 @@ def check_program(plan: LaunchPlan) -> None:
     program = plan.argv[0]
     found = next((p for p in path.split(os.pathsep) if os.access(Path(p) / program, os.X_OK)), None)
     if found is None and not ("/" in program and os.access(program, os.X_OK)):
+        name = Path(plan.path_prefix).parent.name if plan.path_prefix else "NAME"
         raise MachineError(
             f"{program}: there is no such program; install the engine's environment with "
-            "`python -m orchestrator engine install NAME`, or set engine.command"
+            f"`python -m orchestrator engine install {name}`, or set engine.command"
         )
 
 
@@ -260,6 +261,11 @@ def _gpus_of_our_own(plan: LaunchPlan, gpu_ids: tuple[str, ...]) -> Iterator[dic
                 )
             )
         yield host.settled(gpu_ids, GPU_RELEASE_TIMEOUT_S)
+
+
+def environment(plan: LaunchPlan) -> dict[str, str]:
+    """What the program of `plan` gets when it is only asked something: no GPU, none of the claims of a start."""
+    return _environment(plan, (), {})[0]
 
 
 def _environment(

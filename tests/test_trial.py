@@ -346,5 +346,5 @@ def test_results_survive_the_way_to_disk_and_back(tmp_path: Path) -> None:
         trial.to_json(broken)
     with pytest.raises(ValueError, match="schema_version 2"):
         trial.from_json(trial.to_json(result).replace('"schema_version": 1', '"schema_version": 2', 1))
-    with pytest.raises(ValueError, match="delimiter|value|Unterminated"):
+    with pytest.raises(ValueError, match=r"delimiter|value|Unterminated"):
         trial.from_json(trial.to_json(result)[:-20])
