@@ -45,8 +45,8 @@ _HELP_FLAGS = {
     "llamacpp": (
         "-m --model --host --port --alias --api-key --metrics --ctx-size --batch-size --ubatch-size --parallel "
         "--threads --n-gpu-layers --flash-attn --cache-type-k --cache-type-v --cache-reuse --cache-prompt "
-        "--no-cache-prompt --cache-ram --slots --no-slots --props --split-mode --tensor-split --fit --jinja --spec-type "
-        "--spec-draft-model --spec-draft-n-max --spec-draft-n-min --spec-draft-p-min --spec-draft-p-split "
+        "--no-cache-prompt --cache-ram --slots --no-slots --props --split-mode --tensor-split --fit --jinja "
+        "--spec-type --spec-draft-model --spec-draft-n-max --spec-draft-n-min --spec-draft-p-min --spec-draft-p-split "
         "--spec-ngram-mod-n-match --spec-ngram-mod-n-min --spec-ngram-mod-n-max --spec-ngram-simple-size-n "
         "--spec-ngram-simple-size-m --spec-ngram-simple-min-hits --spec-synth-len --spec-synth-rates --spec-default"
     ),
