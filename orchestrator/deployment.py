@@ -18,11 +18,11 @@ from typing import Any
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
-from orchestrator import service
 from orchestrator.config import Experiment, Placement
 from orchestrator.errors import MachineError, PromotionError
+from orchestrator.gateway import GATEWAY, Door, gateway, gateway_name, is_loopback
 from orchestrator.relay import digest
-from orchestrator.service import ENGINE, GATEWAY, LOOPBACK, Door, Order
+from orchestrator.service import ENGINE, Order, engines
 
 POLL_S = 0.25
 CALL_TIMEOUT_S = 15.0
@@ -66,7 +66,7 @@ class Deployment:
 
     @property
     def gateway_name(self) -> str:
-        return service.gateway_name(self.name)
+        return gateway_name(self.name)
 
     def exists(self) -> bool:
         """Whether anything of this service is in the cluster."""
@@ -94,7 +94,7 @@ class Deployment:
         if state is None:
             self._require_port()
         if state is None or state["door"] != digest(f"{self.door()}"):
-            _run(self.gateway_name, service.gateway(asdict(self.door())))
+            _run(self.gateway_name, gateway(asdict(self.door())))
         args = {
             "order": asdict(order),
             "cpus": placement.cpus,
@@ -102,7 +102,7 @@ class Deployment:
             "replicas": serving.replicas,
             "autoscaling": dict(serving.autoscaling),
         }
-        _run(self.name, service.engines(args))
+        _run(self.name, engines(args))
 
     def _require_port(self) -> None:
         """Raises MachineError when somebody else listens where the gateway is to be, on this machine."""
@@ -185,7 +185,7 @@ class Deployment:
 
 def other_applications(name: str) -> list[str]:
     """The names of the applications in this cluster besides `name`."""
-    return sorted(set(_applications()) - {name, service.gateway_name(name)})
+    return sorted(set(_applications()) - {name, gateway_name(name)})
 
 
 def _run(name: str, target: serve.Application) -> None:
@@ -194,10 +194,6 @@ def _run(name: str, target: serve.Application) -> None:
         wait_for_ingress_deployment_creation=False,
         wait_for_applications_running=False,
     )
-
-
-def is_loopback(host: str) -> bool:
-    return host in LOOPBACK or host.startswith("127.")
 
 
 def _applications() -> Mapping[str, Any]:

@@ -16,9 +16,10 @@ from orchestrator.config import Experiment
 from orchestrator.engines import ENGINES
 from orchestrator.engines.base import LaunchPlan
 from orchestrator.errors import MachineError
+from orchestrator.gateway import Door, gateway_name
 from orchestrator.promotion import record_of
 from orchestrator.server import SECRET
-from orchestrator.service import ENGINE, MASKED, Door, Order, gateway_name
+from orchestrator.service import ENGINE, MASKED, Order
 from orchestrator.tracking import Recorded
 
 # Stands for the port while the command line is planned; no argument has this value by chance.

@@ -1,15 +1,12 @@
-"""The two Serve deployments of a promoted configuration: the gateway that listens, the engines behind it.
+"""The engines as a Serve deployment: each replica starts one engine exactly as its trial did, and watches it.
 
-Requests do not pass through Serve's own proxy: the gateway holds the listener and talks to the engines directly
-(experiments/relay-overhead says why). Serve places, starts, watches and replaces; engines report to the gateway once
-a second, and an engine that stops reporting is taken out.
+Serve places, starts, checks and replaces replicas; the gateway (gateway.py) is told where each engine listens.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import secrets
@@ -18,30 +15,26 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
-import uvloop
 from ray import serve
 
 from orchestrator import server
-from orchestrator.cluster import HEAD_RESOURCE, is_head_node
+from orchestrator.cluster import is_head_node
 from orchestrator.config import EngineSpec, Ready, Stop
 from orchestrator.engines import ENGINES
 from orchestrator.errors import ConfigError, EngineFailure
-from orchestrator.relay import Backend, Closed, Limits, Relay, digest
+from orchestrator.gateway import GATEWAY, REPORT_PERIOD_S, REPORT_TIMEOUT_S, gateway_name, watched
+from orchestrator.passing import Backend
+from orchestrator.relay import Relay, digest
 from orchestrator.server import Server
 
-GATEWAY, ENGINE = "Gateway", "Engine"
+ENGINE = "Engine"
 # Stands for a secret whose value is written nowhere: it is taken from the environment where the engine starts.
 MASKED = "****"
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
-REPORT_PERIOD_S = 0.5
-REPORT_TIMEOUT_S = 5.0
-# Three failed checks in a row replace an engine: with Serve's own period of 10 s that takes half a minute.
-HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 1.0, 10.0
 # The GPUs of an engine that was killed stay busy for some seconds; its successor waits for them.
 BUSY_CAUSES, BUSY_PATIENCE_S = ("gpu_busy", "port_taken"), 90.0
 # Between the end of an engine's own grace and the moment Serve kills the replica.
@@ -74,146 +67,11 @@ class Order:
         return replace(spec, env={n: os.environ[n] if v == MASKED else v for n, v in spec.env.items()})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Door:
-    """How the gateway listens. key_digest: digest of the key that clients must show.
-
-    api_key_env: where the gateway reads that key itself, in its own environment; used by exported files.
-    """
-
-    host: str
-    port: int
-    route: str = "/"
-    key_digest: str | None = None
-    api_key_env: str | None = None
-    max_request_mib: float = 64.0
-
-
 def engine_spec(document: Mapping[str, Any]) -> EngineSpec:
     """The EngineSpec of asdict()'s document."""
     known = {f.name for f in fields(EngineSpec)}
     plain = {key: value for key, value in document.items() if key in known and key not in ("ready", "stop")}
     return EngineSpec(**plain, ready=Ready(**document.get("ready", {})), stop=Stop(**document.get("stop", {})))
-
-
-def _digest_from(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    if not os.environ.get(variable):
-        raise ConfigError(f"serving.api_key_env: {variable} is not set in the gateway's environment")
-    return digest(os.environ[variable])
-
-
-class Gateway:
-    """The listener. One per service, on the head node, so that the address is known; it outlives the engines."""
-
-    def __init__(self, door: Mapping[str, Any]) -> None:
-        self._door = Door(**door)
-        key_digest = self._door.key_digest or _digest_from(self._door.api_key_env)
-        if self._door.host not in LOOPBACK and key_digest is None:
-            raise ValueError(f"serving.host {self._door.host} can be reached by others: an API key is needed")
-        self._reports: dict[str, tuple[float, Mapping[str, Any]]] = {}
-        self._relay = Relay(
-            route=self._door.route,
-            key_digest=key_digest,
-            limits=Limits(request_bytes=int(self._door.max_request_mib * 2**20)),
-            describe=self.document,
-        )
-        self._verified: str | None = None
-        # A loop and a thread of its own: nothing that Serve does in this process makes a token wait.
-        self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="relay", daemon=True)
-        self._thread.start()
-        self._on_loop(self._relay.start(self._door.host, self._door.port))
-        # Everything that is loaded by now stays for good; walking through it would make tokens wait for 50 ms and more.
-        gc.collect()
-        gc.freeze()
-        self._sweeping = asyncio.run_coroutine_threadsafe(self._sweep(), self._loop)
-
-    def _on_loop(self, job: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(job, self._loop).result(timeout=30)
-
-    async def report(self, replica: str, state: Mapping[str, Any]) -> None:
-        """An engine tells where it is; ready False takes it out at once."""
-        self._loop.call_soon_threadsafe(self._take_report, replica, dict(state))
-
-    def _take_report(self, replica: str, state: Mapping[str, Any]) -> None:
-        if state["ready"]:
-            self._reports[replica] = (time.monotonic(), state)
-            self._relay.backends[replica] = Backend(name=replica, base_url=state["base_url"], api_key=state["api_key"])
-        else:
-            self._reports.pop(replica, None)
-            self._relay.backends.pop(replica, None)
-
-    async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(REPORT_PERIOD_S)
-            late = time.monotonic() - REPORT_TIMEOUT_S
-            for replica, (at, _) in list(self._reports.items()):
-                if at < late:
-                    self._reports.pop(replica)
-                    self._relay.backends.pop(replica, None)
-
-    async def close(self, reason: str, retry_after_s: float, pass_digest: str, ttl_s: float) -> int:
-        """Let in only the holder of the pass, for ttl_s or until `open`. Returns the requests still at the engines."""
-
-        def close() -> int:
-            self._relay.closed = Closed(
-                reason=reason,
-                retry_after_s=retry_after_s,
-                pass_digest=pass_digest,
-                until_s=self._loop.time() + ttl_s,
-            )
-            return self._relay.total_in_flight()
-
-        return cast("int", await self._called(close))
-
-    async def open(self, verified: str | None) -> None:
-        """Let everybody in. verified: the version whose engine has just passed its verification."""
-
-        def open_() -> None:
-            self._relay.closed = None
-            self._verified = verified or self._verified
-
-        await self._called(open_)
-
-    async def _called(self, function: Any) -> Any:
-        async def call() -> Any:
-            return function()
-
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), self._loop))
-
-    async def state(self) -> dict[str, Any]:
-        """What `promote --status` shows: the document of GET /orchestrator, and who is let in."""
-        return cast("dict[str, Any]", await self._called(self.document))
-
-    def document(self) -> dict[str, Any]:
-        reports = [state for _, state in self._reports.values()]
-        run_ids = sorted({state["run_id"] for state in reports})
-        versions = sorted({state["version"] for state in reports})
-        closed = self._relay.closed
-        return {
-            "door": digest(f"{self._door}"),
-            "run_id": run_ids[0] if len(run_ids) == 1 else None,
-            "versions": versions,
-            "verified": bool(versions) and versions == [self._verified],
-            "open": self._relay.ready(),
-            "closed_because": closed.reason if closed and not self._relay.ready() else None,
-            "engines": len(reports),
-            "in_flight": self._relay.total_in_flight(),
-            **(reports[0]["record"] if reports else {}),
-        }
-
-    def check_health(self) -> None:
-        if not self._thread.is_alive():
-            raise RuntimeError("the relay's thread has ended")
-
-    def __del__(self) -> None:
-        loop = getattr(self, "_loop", None)
-        if loop is not None and self._thread.is_alive():
-            with contextlib.suppress(Exception):
-                self._on_loop(self._relay.stop())
-            loop.call_soon_threadsafe(loop.stop)
 
 
 class EngineReplica:
@@ -339,7 +197,7 @@ def engines(args: Mapping[str, Any]) -> serve.Application:
     if label and not wanted:
         bundle[label] = 0.001
     options: dict[str, Any] = {
-        **_watched(),
+        **watched(),
         "name": ENGINE,
         # One bundle on one node: an engine never stretches over two, and its replica sits where its GPUs are.
         "placement_group_bundles": [bundle],
@@ -356,29 +214,3 @@ def engines(args: Mapping[str, Any]) -> serve.Application:
     else:
         options["num_replicas"] = args["replicas"]
     return serve.deployment(**options)(EngineReplica).bind(asdict(order))
-
-
-def gateway(args: Mapping[str, Any]) -> serve.Application:
-    """The Serve application of the listener; args is a Door as a dict. Apart from the engines', so that it stays."""
-    options: dict[str, Any] = {
-        **_watched(),
-        "name": GATEWAY,
-        "num_replicas": 1,
-        "ray_actor_options": {"num_cpus": 0, "resources": {HEAD_RESOURCE: 0.001}},
-        "graceful_shutdown_timeout_s": 10.0,
-        "max_ongoing_requests": 1000,
-    }
-    return serve.deployment(**options)(Gateway).bind(dict(args))
-
-
-def gateway_name(application: str) -> str:
-    """The gateway's application beside the engines'."""
-    return f"{application}-gateway"
-
-
-def _watched() -> dict[str, float]:
-    return {
-        "health_check_period_s": HEALTH_PERIOD_S,
-        "health_check_timeout_s": HEALTH_TIMEOUT_S,
-        "graceful_shutdown_wait_loop_s": 0.1,
-    }

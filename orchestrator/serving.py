@@ -16,10 +16,11 @@ from typing import Any
 from orchestrator import claims, cluster, gate, tracking
 from orchestrator import export as files
 from orchestrator.config import Experiment, Placement
-from orchestrator.deployment import Deployment, is_loopback, other_applications
+from orchestrator.deployment import Deployment, other_applications
 from orchestrator.errors import ConfigError, MachineError, PromotionError
+from orchestrator.gateway import gateway, is_loopback
 from orchestrator.promotion import Promotion, PromotionReport
-from orchestrator.service import engines, gateway
+from orchestrator.service import engines
 
 __all__ = [
     "Deployment",

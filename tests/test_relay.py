@@ -18,7 +18,8 @@ from yarl import URL
 
 from orchestrator.engines.exposition import read_page
 from orchestrator.metrics_page import merged
-from orchestrator.relay import Backend, Closed, Limits, Relay, digest
+from orchestrator.passing import Backend, Limits
+from orchestrator.relay import Closed, Relay, digest
 
 Script = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -455,6 +456,9 @@ def test_clients_that_leave_are_noticed_by_the_engine_at_every_moment(fake_engin
                     assert time.monotonic() < deadline
                     await asyncio.sleep(0.2)
             assert relay.counts.disconnects >= 900
+            # A client that leaves says nothing about the engine.
+            assert relay.counts.engine_losses == 0
+            assert list(relay.backends) == ["a"]
 
     asyncio.run(run())
 

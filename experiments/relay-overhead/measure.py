@@ -97,11 +97,11 @@ def serve_ingress(engine_url: str) -> Any:
 
 
 def host(engine_url: str, ports: dict[str, int]) -> None:
-    """A subprocess: one Ray head with our gateway and Serve's proxy, until stdin ends. RAY_SERVE_* come from outside."""
+    """A subprocess: one Ray head with our gateway and Serve's proxy, until stdin ends."""
     from ray import serve
 
-    from orchestrator import cluster, service
-    from orchestrator.service import Door
+    from orchestrator import cluster
+    from orchestrator.gateway import Door, gateway
 
     folder = Path(tempfile.mkdtemp(prefix="relay-overhead-"))
     head = cluster.start_head(folder)
@@ -111,7 +111,7 @@ def host(engine_url: str, ports: dict[str, int]) -> None:
             serve.run(serve_ingress(engine_url), name="ingress", route_prefix="/")
             if "gateway" in ports:
                 door = Door(host="127.0.0.1", port=ports["gateway"])
-                handle = serve.run(service.gateway(asdict(door)), name="bench-gateway", route_prefix=None)
+                handle = serve.run(gateway(asdict(door)), name="bench-gateway", route_prefix=None)
                 state = {"base_url": engine_url, "api_key": None, "run_id": "", "version": "", "record": {}}
                 done = threading.Event()
 
