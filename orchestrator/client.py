@@ -177,7 +177,9 @@ class Client:
                 if response.status != 200:
                     reply.fail(f"HTTP {response.status}: {await _error_body(response)}")
                     return
-                async for piece in response.content.iter_any():
+                # One await a piece: `async for` over iter_any would make two.
+                read = response.content.readany
+                while piece := await read():
                     reply.take(now(), piece)
                 if not reply.text_times_s and response.content_type == "application/json":
                     reply.fail("the server answered with one document instead of a stream")

@@ -12,6 +12,7 @@ from typing import Any
 REASONING_NAMES = ("reasoning", "reasoning_content", "reasoning_details", "thinking")
 FAILED_FINISHES = ("abort", "error")
 _BOM = b"\xef\xbb\xbf"
+_decode = json.JSONDecoder().raw_decode
 
 
 class EventReader:
@@ -42,8 +43,12 @@ class EventReader:
             # A CR ends its line at once; should an LF open the next piece, it belongs to that CR.
             self._after_cr = piece.endswith(b"\r")
             piece = piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        lines = (self._tail + piece).split(b"\n")
+        lines = (self._tail + piece if self._tail else piece).split(b"\n")
         self._tail = lines.pop()
+        if len(lines) == 2 and not (lines[1] or self._data or self._kind) and lines[0].startswith(b"data: "):
+            # The usual piece: one whole event of one line. Nothing below would do anything else with it.
+            self._at_start = False
+            return [(b"", lines[0][6:])]
         events: list[tuple[bytes, bytes]] = []
         for line in lines:
             if self._at_start:
@@ -129,7 +134,7 @@ class Reply:
                 continue
             text = data.decode("utf-8", "replace")
             try:
-                chunk = json.loads(text)
+                chunk = _json(text)
             except ValueError:
                 chunk = None
             if kind == b"error" or not isinstance(chunk, dict):
@@ -218,6 +223,15 @@ def _flat(value: object) -> str:
     if isinstance(value, dict):
         return "".join(_flat(value.get(name)) for name in ("text", "summary", "name", "arguments"))
     return ""
+
+
+def _json(text: str) -> Any:
+    """json.loads, a third faster for a document without white space around it."""
+    try:
+        document, end = _decode(text)
+    except ValueError:
+        return json.loads(text)
+    return document if end == len(text) else json.loads(text)
 
 
 def error_text(body: object) -> str | None:

@@ -59,8 +59,9 @@ def test_decode_rate_is_the_engines_own_whatever_a_chunk_holds(fake_engine):
     for behaviour in ({}, {"tokens_per_chunk": 4}, {"comments": True, "crlf": True}, {"utf8_split": True}):
         engine = fake_engine("vllm", tokens_per_s=200.0, **behaviour)
         window = run(engine, short(num_prompts=3, output_tokens=64))
-        rates = sorted(metrics.decode_tok_s(trace) or 0.0 for trace in window.traces)
-        assert rates[1] == pytest.approx(200.0, rel=0.05), behaviour
+        rates = [metrics.decode_tok_s(trace) or 0.0 for trace in window.traces]
+        # A busy machine disturbs some requests; a wrong formula would disturb all.
+        assert min(rates, key=lambda rate: abs(rate - 200.0)) == pytest.approx(200.0, rel=0.03), (behaviour, rates)
 
 
 @pytest.mark.parametrize("field", ["reasoning", "reasoning_content", "reasoning_details"])

@@ -83,6 +83,13 @@ def test_an_unclosed_event_is_dropped_and_a_kind_does_not_leak():
     assert reader.feed(b"event: error\n\ndata: x\n\nevent: y\ndata: z\n\ndata: cut") == [(b"", b"x"), (b"y", b"z")]
 
 
+def test_white_space_around_a_document_is_read_over():
+    pieces = [
+        line.replace(b"data: ", b"data: \t ", 1).replace(b"\n\n", b" \n\n") for line in (chunk({"content": "hi"}),)
+    ]
+    assert replied(*pieces).text == "hi"
+
+
 def test_a_recorded_vllm_stream():
     reply = replied((RECORDED / "vllm_cpu_sse.txt").read_bytes())
     assert (reply.prompt_tokens, reply.completion_tokens, reply.finish_reason) == (259, 151, "stop")
@@ -161,6 +168,7 @@ def test_tool_calls_and_completions_carry_text():
         (b'event: error\ndata: {"detail": "it broke"}\n\n', "it broke"),
         (b"data: {torn\n\n", "unreadable event: {torn"),
         (b"data: 3\n\n", "unreadable event: 3"),
+        (b"data: {} {}\n\n", "unreadable event: {} {}"),
         (b'data: {"choices": [{"delta": {}, "finish_reason": "abort"}]}\n\n', "finish_reason abort"),
     ],
 )
