@@ -93,20 +93,21 @@ def gpus(ids: tuple[str, ...] | None = None) -> list[Gpu]:
     with nvml() as available:
         if not available:
             return []
-        seen = [_gpu(index) for index in range(_supported(pynvml.nvmlDeviceGetCount) or 0)]
+        indexes = range(_supported(pynvml.nvmlDeviceGetCount) or 0)
         if ids is None:
-            return seen
-        return [gpu for gpu_id in ids if (gpu := _named(gpu_id, seen)) is not None]
+            return [_gpu(index) for index in indexes]
+        return [gpu for gpu_id in ids if (gpu := _named(gpu_id, indexes)) is not None]
 
 
-def _named(gpu_id: str, seen: list[Gpu]) -> Gpu | None:
+def _named(gpu_id: str, indexes: range) -> Gpu | None:
     if gpu_id.startswith("MIG-"):
         handle = _supported(pynvml.nvmlDeviceGetHandleByUUID, gpu_id)
         parent = _supported(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, handle)
         index = _supported(pynvml.nvmlDeviceGetIndex, parent)
         return None if handle is None or index is None else _read(handle, index, gpu_id)
-    whole = (gpu for gpu in seen if gpu_id == str(gpu.index) or (gpu_id[:4] == "GPU-" and gpu.uuid.startswith(gpu_id)))
-    return next(whole, None)
+    if gpu_id.isdecimal():
+        return _gpu(int(gpu_id)) if int(gpu_id) in indexes else None
+    return next((gpu for gpu in map(_gpu, indexes) if gpu.uuid.startswith(gpu_id)), None)
 
 
 def _gpu(index: int) -> Gpu:
@@ -167,6 +168,14 @@ def _text(value: str | bytes) -> str:
 def foreign_users(ids: tuple[str, ...], own_pids: frozenset[int]) -> tuple[str, ...]:
     """Who else is on these GPUs, as `GPU 1: pid 4242 (python) 2.0 GiB`."""
     return tuple(f"GPU {gpu.index}: {user}" for gpu in gpus(ids) for user in gpu.users if user.pid not in own_pids)
+
+
+def wait_until_unused(ids: tuple[str, ...], timeout_s: float) -> tuple[str, ...]:
+    """Wait until no process is on these GPUs. Returns who still is, as `foreign_users` does."""
+    deadline = time.monotonic() + timeout_s
+    while (users := foreign_users(ids, frozenset())) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return users
 
 
 def hidden_users(ids: tuple[str, ...]) -> frozenset[int]:

@@ -2,8 +2,9 @@
 
 Run as a program: keeper.py FD GRACE_S -- COMMAND...  FD is one end of a socket pair whose other end its owner holds.
 The keeper writes JSON lines to it ({"pid": n} once the engine runs, {"exit": code} when it ended, {"left": [pids]}
-when something could not be killed) and ends everything when the owner writes a byte or disappears. As a subreaper it
-inherits every orphan below it, also one that left the session. It imports nothing of ours, so that it starts fast.
+when something could not be killed) and ends everything when the owner writes a byte or disappears: T leaves the engine
+GRACE_S to end by itself, Q (in a hurry) and a vanished owner leave it little. As a subreaper it inherits every orphan
+below it, also one that left the session. It imports nothing of ours, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 KILL_WAIT_S = 10.0
-ORPHANED_GRACE_S = 3.0
+HURRIED_GRACE_S = 3.0
+SHORTEST_POLL_S, LONGEST_POLL_S = 0.02, 0.2
 
 
 def _prctl(option: int, value: int) -> None:
@@ -67,29 +69,35 @@ def _signal_all(number: int) -> None:
             process.send_signal(number)
 
 
-def _end_all(engine_pid: int, grace_s: float) -> tuple[int | None, list[int]]:
+def _end_all(engine_pid: int, owner: socket.socket, grace_s: float) -> tuple[int | None, list[int]]:
     """TERM, wait, then KILL until nothing is left. Returns the engine's exit code if seen, and what could not die."""
     code: int | None = None
     started = time.monotonic()
     _signal_all(signal.SIGTERM)
-    while time.monotonic() - started < grace_s + KILL_WAIT_S:
+    while (waited_s := time.monotonic() - started) < grace_s + KILL_WAIT_S:
         seen = _reap(engine_pid)
         code = seen if seen is not None else code
         if not _descendants():
             return code, []
-        if time.monotonic() - started > grace_s:
+        if waited_s > grace_s:
             # Again in every round: a process may fork while its parent is being killed.
             _signal_all(signal.SIGKILL)
-        time.sleep(0.02)
+        if grace_s > HURRIED_GRACE_S and _in_a_hurry(owner):
+            # The owner was killed, or lost its patience, while it waited for an orderly end.
+            grace_s = min(grace_s, waited_s + HURRIED_GRACE_S)
+        # Each look reads the whole process table.
+        time.sleep(min(LONGEST_POLL_S, SHORTEST_POLL_S + waited_s / 20))
     return code, [p.pid for p in _descendants()]
 
 
-def _owner_lives(owner: socket.socket) -> bool:
-    """Whether the owner wrote, rather than vanished; with messages of ours unread, its end is a reset."""
+def _in_a_hurry(owner: socket.socket) -> bool:
+    """Whether the owner vanished or asked for a quick end; with messages of ours unread, its end is a reset."""
     try:
-        return bool(owner.recv(1))
-    except ConnectionResetError:
+        return owner.recv(1, socket.MSG_DONTWAIT) in (b"", b"Q")
+    except BlockingIOError:
         return False
+    except ConnectionResetError:
+        return True
 
 
 def main() -> int:
@@ -127,11 +135,11 @@ def main() -> int:
             code = _reap(engine.pid)
         if owner.fileno() in readable:
             stopping = True
-            if not _owner_lives(owner):
-                grace_s = min(grace_s, ORPHANED_GRACE_S)
+            if _in_a_hurry(owner):
+                grace_s = min(grace_s, HURRIED_GRACE_S)
     if code is not None:
         tell(exit=code)
-    late, left = _end_all(engine.pid, grace_s)
+    late, left = _end_all(engine.pid, owner, grace_s)
     if code is None:
         tell(exit=late)
     tell(left=left)

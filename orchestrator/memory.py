@@ -12,6 +12,10 @@ import psutil
 from orchestrator import host
 from orchestrator.engines.base import Fact
 
+# Finding the descendants reads the whole process table: too much to do beside a measurement at every sample. While an
+# engine starts its processes, nothing is measured.
+STARTING_S, TREE_PERIOD_S = 10.0, 2.0
+
 
 def tree_pids(pid: int) -> frozenset[int]:
     """A process and all its descendants; empty when it is gone."""
@@ -22,11 +26,11 @@ def tree_pids(pid: int) -> frozenset[int]:
         return frozenset()
 
 
-def _tree_rss_gib(pid: int) -> float | None:
+def _rss_gib(pids: frozenset[int]) -> float | None:
     total, seen = 0.0, False
-    for member in tree_pids(pid):
+    for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
-            total += psutil.Process(member).memory_info().rss / host.GIB
+            total += psutil.Process(pid).memory_info().rss / host.GIB
             seen = True
     return total if seen else None
 
@@ -43,6 +47,8 @@ class MemorySampler:
     interval_s: float = 0.5
     series: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     _sources: dict[str, str] = field(default_factory=dict)
+    _tree: frozenset[int] = frozenset()
+    _tree_seen_s: float = -TREE_PERIOD_S
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
@@ -67,7 +73,9 @@ class MemorySampler:
     def _sample(self, at_s: float) -> None:
         for gpu in host.gpus(self.gpu_ids) if self.gpu_ids else []:
             self._keep(f"gpu{gpu.index}_used_gib", at_s, gpu.used_gib, gpu.used_source or "")
-        self._keep("host_rss_gib", at_s, _tree_rss_gib(self.pid), "psutil, resident memory of the process tree")
+        if at_s < STARTING_S or at_s - self._tree_seen_s >= TREE_PERIOD_S:
+            self._tree, self._tree_seen_s = tree_pids(self.pid), at_s
+        self._keep("host_rss_gib", at_s, _rss_gib(self._tree), "psutil, resident memory of the process tree")
 
     def _keep(self, name: str, at_s: float, value_gib: float | None, source: str) -> None:
         if value_gib is not None:

@@ -32,6 +32,8 @@ from orchestrator.readiness import wait_ready
 KEEPER = Path(__file__).with_name("keeper.py")
 LISTEN_S = 0.025
 GPU_RELEASE_TIMEOUT_S = 90.0
+# A process that was just killed is shown on its GPU for a moment longer.
+GPU_BUSY_PATIENCE_S = 10.0
 # The keeper's own patience after KILL, and a little more.
 KEEPER_SLACK_S = 15.0
 LOG_HEAD_BYTES, LOG_TAIL_BYTES = 4 << 20, 8 << 20
@@ -99,7 +101,8 @@ class Server:
                 Diagnosis(
                     status=TrialStatus.INFRASTRUCTURE,
                     cause="killed",
-                    summary=f"the engine's keeper was killed from outside (exit code {self.keeper.returncode})",
+                    summary=f"the engine's keeper ended before the engine (exit code {self.keeper.returncode}, "
+                    "negative: killed by that signal)",
                 )
             )
 
@@ -147,19 +150,20 @@ class Server:
             self.exit_code = message.get("exit", self.exit_code)
             self.left = tuple(message.get("left", self.left))
 
-    def _stop(self, grace_s: float) -> None:
+    def _stop(self, grace_s: float, hurried: bool) -> None:
         """End the tree through the keeper, reap it, and remove what it left."""
-        self.note_traces()
-        with contextlib.suppress(OSError):
-            self.owner_end.send(b"T")
-        deadline = time.monotonic() + grace_s + KEEPER_SLACK_S
-        while self.keeper.poll() is None and time.monotonic() < deadline:
-            self._listen(LISTEN_S)
-        self._listen(0.0)
+        # Closed whatever happens: should the wait be interrupted, the keeper ends the engine in a hurry.
+        with contextlib.closing(self.owner_end):
+            self.note_traces()
+            with contextlib.suppress(OSError):
+                self.owner_end.send(b"Q" if hurried else b"T")
+            deadline = time.monotonic() + grace_s + KEEPER_SLACK_S
+            while self.keeper.poll() is None and time.monotonic() < deadline:
+                self._listen(LISTEN_S)
+            self._listen(0.0)
         if self.keeper.poll() is None:
             self.keeper.kill()
             self.keeper.wait()
-        self.owner_end.close()
         if self.keeper.returncode != 0:
             self.left = leftovers.kill_marked(self.mark)
         leftovers.remove_shared_memory(self._shared_memory, self._seen_pids, self.started_s - 1.0)
@@ -192,6 +196,7 @@ def running(
         with _gpus_of_our_own(plan, gpu_ids) as baseline:
             given = {**caches, "TMPDIR": str(scraps), **(extra_env or {})}
             server = _spawn(engine, plan, spec, gpu_ids, given)
+            hurried = False
             try:
                 on_start(server)
                 wait_ready(server, spec)
@@ -202,8 +207,12 @@ def running(
                 if failure.diagnosis.cause == "cache_broken":
                     claims.empty(caches)
                 raise
+            except (KeyboardInterrupt, SystemExit):
+                # A person who interrupts does not wait for an orderly end.
+                hurried = True
+                raise
             finally:
-                server._stop(spec.stop.grace_s)
+                server._stop(spec.stop.grace_s, hurried)
                 if gpu_ids:
                     server.held = host.wait_until_free(gpu_ids, baseline, GPU_RELEASE_TIMEOUT_S)
 
@@ -250,7 +259,7 @@ def _gpus_of_our_own(plan: LaunchPlan, gpu_ids: tuple[str, ...]) -> Iterator[dic
     with claims.gpus_claimed([gpu.uuid for gpu in seen]) as claimed:
         others = tuple(f"GPU {gpu.index}: another engine of ours has it" for gpu in seen if gpu.uuid in claimed)
         faults = tuple(f"GPU {gpu.index}: {gpu.fault}" for gpu in seen if gpu.fault)
-        in_use = faults or others or host.quarantined(gpu_ids) or host.foreign_users(gpu_ids, frozenset())
+        in_use = faults or others or host.quarantined(gpu_ids) or host.wait_until_unused(gpu_ids, GPU_BUSY_PATIENCE_S)
         if in_use:
             raise EngineFailure(
                 Diagnosis(

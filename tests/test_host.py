@@ -29,6 +29,7 @@ PORTS = (23000, 23999)
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     """A node with a management library and no GPU yet, and with no earlier claims or quarantines."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(server, "GPU_BUSY_PATIENCE_S", 0.5)
     fake = FakeNvml(tmp_path)
     fake.load(monkeypatch)
     return fake
@@ -220,6 +221,32 @@ def test_the_next_start_comes_after_the_memory_is_free(node: FakeNvml, tmp_path:
         pass
     starts = [json.loads(line)["time_s"] for line in record.read_text().splitlines()]
     assert starts[1] - starts[0] > 4.0
+
+
+def test_a_start_on_the_gpu_of_an_owner_that_was_just_killed(node: FakeNvml, tmp_path: Path) -> None:
+    node.gpu("GPU-aaaa", decay_s=3.0)
+    record = used_by_engine(node, tmp_path)
+    source = f"""
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parent.parent)]!r}
+import tempfile; tempfile.tempdir = {str(tmp_path)!r}
+from pathlib import Path
+from test_host import running
+from launches import engine_spec
+with running(engine_spec(Path({str(tmp_path)!r}), record={str(record)!r}), Path({str(tmp_path)!r}), ("0",)):
+    print("up", flush=True)
+    time.sleep(60)
+"""
+    command = [*program(tmp_path, source), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, **node.env}) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"up\n"
+        owner.kill()
+    killed_s = time.time()
+    with running(engine_spec(tmp_path, record=str(record)), tmp_path / "next", ("0",)) as following:
+        assert following.foreign_gpu_users() == ()
+    starts = [json.loads(line)["time_s"] for line in record.read_text().splitlines()]
+    assert len(starts) == 2
+    assert starts[1] - killed_s > 2.0
 
 
 def test_a_neighbour_that_comes_while_it_runs_is_seen(

@@ -73,7 +73,7 @@ class Kept:
         return {k: v for line in text.splitlines() for k, v in json.loads(line).items()}
 
 
-@pytest.fixture()
+@pytest.fixture
 def kept(tmp_path: Path) -> Iterator[Kept]:
     keeper = Kept(tmp_path)
     yield keeper
@@ -155,3 +155,27 @@ def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     assert keeper.process.wait(10) == 127
     assert keeper.messages()["exit"] == 127
     assert b"/nowhere/at/all" in (keeper.process.stderr.read() if keeper.process.stderr else b"")
+
+
+def test_an_owner_that_vanishes_during_an_orderly_end_shortens_it(tmp_path: Path) -> None:
+    keeper = Kept(tmp_path, grace_s=300)
+    keeper.wait_up()
+    keeper.owner_end.send(b"T")
+    time.sleep(0.5)
+    assert len(keeper.alive()) == 4
+    began = time.monotonic()
+    keeper.owner_end.close()
+    keeper.process.wait(15)
+    assert time.monotonic() - began < 10
+    assert keeper.alive() == []
+
+
+def test_an_owner_in_a_hurry_is_not_kept_waiting(tmp_path: Path) -> None:
+    keeper = Kept(tmp_path, grace_s=300)
+    keeper.wait_up()
+    began = time.monotonic()
+    keeper.owner_end.send(b"Q")
+    assert keeper.process.wait(15) == 0
+    assert time.monotonic() - began < 10
+    assert keeper.messages()["left"] == []
+    assert keeper.alive() == []

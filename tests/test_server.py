@@ -350,7 +350,7 @@ DRIVER = """
 import sys, time
 from pathlib import Path
 sys.path[:0] = {paths!r}
-from launches import engine_spec
+from launches import Stop, engine_spec
 from orchestrator import server
 from orchestrator.engines import ENGINES
 root = Path({root!r})
@@ -383,6 +383,16 @@ def test_the_owner_ends_by_any_signal(tmp_path: Path, number: signal.Signals) ->
         owner.wait(20)
         assert gone(pids, 15.0)
         assert marked(owner.pid) == []
+
+
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_ctrl_c_does_not_wait_for_a_long_grace(tmp_path: Path, interrupts: int) -> None:
+    with driver(tmp_path, more="stop=Stop(grace_s=300.0)") as (owner, pids):
+        for _ in range(interrupts):
+            owner.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+        assert gone(pids, 14.0)
+        owner.wait(20)
 
 
 def test_the_owner_is_killed_while_the_engine_loads(tmp_path: Path) -> None:
