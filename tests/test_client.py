@@ -58,7 +58,7 @@ def test_what_was_sent_is_what_the_trace_says(fake_engine, dialect, tmp_path):
 def test_decode_rate_is_the_engines_own_whatever_a_chunk_holds(fake_engine):
     for behaviour in ({}, {"tokens_per_chunk": 4}, {"comments": True, "crlf": True}, {"utf8_split": True}):
         engine = fake_engine("vllm", tokens_per_s=200.0, **behaviour)
-        window = run(engine, short(num_prompts=3, output_tokens=64))
+        window = run(engine, short(num_prompts=5, output_tokens=64))
         rates = [metrics.decode_tok_s(trace) or 0.0 for trace in window.traces]
         # A busy machine disturbs some requests; a wrong formula would disturb all.
         assert min(rates, key=lambda rate: abs(rate - 200.0)) == pytest.approx(200.0, rel=0.03), (behaviour, rates)
