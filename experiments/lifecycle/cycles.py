@@ -89,7 +89,8 @@ def trial_cycle(kind: str, root: Path, stubborn: bool) -> tuple[float, float]:
     result = trial.run(spec, root / "trial")
     wall_s = time.monotonic() - began
     if result.status is not trial.TrialStatus.COMPLETE:
-        raise SystemExit(f"{kind}: {result.status}: {result.reason}")
+        log = (root / "trial" / "engine.log").read_text(errors="replace")
+        raise SystemExit(f"{kind}: {result.status}: {result.reason}\n{log[-3000:]}")
     return wall_s, result.phases_s["warming"] + result.phases_s["measuring"]
 
 
