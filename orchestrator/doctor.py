@@ -12,9 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from orchestrator import campaign, claims, environments, host, leftovers, plans, search, server
+from orchestrator import campaign, claims, environments, host, leftovers, memory, plans, search, server
 from orchestrator.config import Experiment, TrialSpec
 from orchestrator.engines import ENGINES
 from orchestrator.engines.flags import check_flags
@@ -92,8 +90,7 @@ def _prompts(experiment: Experiment) -> Iterator[Check]:
 
 def _cpus(experiment: Experiment) -> Iterator[Check]:
     here, wanted = os.cpu_count() or 1, experiment.placement.cpus
-    free_gib = psutil.virtual_memory().available / host.GIB
-    detail = f"{wanted} needed, {here} here; {free_gib:.0f} GiB of host memory free"
+    detail = f"{wanted} needed, {here} here; {memory.host_available_gib():.0f} GiB of host memory free"
     yield Check(name="CPUs", ok=here >= wanted, detail=detail)
 
 

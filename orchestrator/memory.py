@@ -26,6 +26,11 @@ def tree_pids(pid: int) -> frozenset[int]:
         return frozenset()
 
 
+def host_available_gib() -> float:
+    """Host memory that can be had without swapping."""
+    return float(psutil.virtual_memory().available) / host.GIB
+
+
 def _rss_gib(pids: frozenset[int]) -> float | None:
     total, seen = 0.0, False
     for pid in pids:
