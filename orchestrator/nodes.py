@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -154,6 +155,7 @@ class Nodes:
         self._fitting: dict[str, str] = {}
         self._taken: set[str] = set()
         self._barred: dict[str, str] = {}
+        self._failures: Counter[str] = Counter()
         self._read_s = 0.0
         self.refresh()
         if not self._fitting:
@@ -173,11 +175,14 @@ class Nodes:
         free = [node for node in self._fitting if node not in self._taken and node not in self._barred]
         if not free:
             return None
-        self._taken.add(free[0])
-        return free[0]
+        node = min(free, key=self._failures.__getitem__)
+        self._taken.add(node)
+        return node
 
-    def give_back(self, node: str) -> None:
+    def give_back(self, node: str, *, failed: bool = False) -> None:
+        """failed: the machine was at fault; other nodes are taken first from now on."""
         self._taken.discard(node)
+        self._failures[node] += failed
 
     def bar(self, node: str, why: str) -> None:
         """Never use this node again in this campaign: what it holds was not released."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,7 +55,7 @@ def trainable(config: dict[str, Any]) -> None:
             on_progress=reporter.on_progress,
             on_measurement=reporter.on_measurement,
         )
-        files = {} if workdir == task.workdir else _files(workdir)
+        files = () if workdir == task.workdir else packed(workdir)
     tune.report({"document": trial.to_json(replace(result, workdir=str(task.workdir))), "files": files})
 
 
@@ -100,9 +101,16 @@ def _is_shared(home: Path, token: str) -> bool:
         return False
 
 
-def _files(workdir: Path) -> dict[str, bytes]:
-    """What a remote trial leaves for the driver; of the largest files their end."""
-    return {path.name: _end_of(path) for path in sorted(workdir.iterdir()) if path.is_file()}
+def packed(workdir: Path) -> tuple[tuple[str, bytes], ...]:
+    """What a remote trial leaves for the driver, compressed; of the largest files their end. Tune flattens mappings."""
+    return tuple((path.name, zlib.compress(_end_of(path))) for path in sorted(workdir.iterdir()) if path.is_file())
+
+
+def unpack(files: tuple[tuple[str, bytes], ...], workdir: Path) -> None:
+    """Write what `packed` gave into the driver's folder of the trial. Raises OSError."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    for name, content in files:
+        (workdir / name).write_bytes(zlib.decompress(content))
 
 
 def _end_of(path: Path) -> bytes:

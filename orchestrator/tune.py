@@ -23,7 +23,7 @@ from orchestrator.campaign import Campaign, Launch
 from orchestrator.config import Placement
 from orchestrator.engines.base import TrialStatus
 from orchestrator.interrupt import Interrupts
-from orchestrator.remote import Task, trainable
+from orchestrator.remote import Task, trainable, unpack
 from orchestrator.trial import TrialResult
 
 # How long the last usable node may be gone before the campaign gives up waiting for one.
@@ -163,9 +163,8 @@ class _Feed(Searcher):
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         placed = self._placed.pop(trial_id)
-        self._nodes.give_back(placed.node)
-        workdir = self.campaign.workdir(placed.launch)
-        ended = _result_of(placed, result, workdir)
+        ended = _result_of(placed, result, self.campaign.workdir(placed.launch))
+        self._nodes.give_back(placed.node, failed=ended.status is TrialStatus.INFRASTRUCTURE)
         if ended.cause == "not_released":
             self._nodes.bar(placed.node, ended.reason or "an engine was not released")
         self.campaign.ended(placed.launch, ended)
@@ -184,9 +183,7 @@ class _Feed(Searcher):
 def _result_of(placed: _Placed, result: dict[str, Any] | None, workdir: Path) -> TrialResult:
     """The TrialResult a trial reported; a trial whose process died is infrastructure."""
     if result and "document" in result:
-        for name, content in (result.get("files") or {}).items():
-            workdir.mkdir(parents=True, exist_ok=True)
-            (workdir / name).write_bytes(content)
+        unpack(result.get("files") or (), workdir)
         return trial.from_json(result["document"])
     cause, reason = placed.lost
     status = TrialStatus.FAILED if cause == "internal_error" else TrialStatus.INFRASTRUCTURE

@@ -166,7 +166,7 @@ def test_faults_that_differ_do_not_stop(tmp_path: Path) -> None:
 def test_finalists_are_started_again_interleaved_and_all_launches_decide(tmp_path: Path) -> None:
     swept = experiment(tmp_path, confirm=Confirm(top=2, launches=3))
     # In its first launch k=4 was lucky: seen alone, it is 8% ahead.
-    rates = {2: [90.0] * 3, 4: [130.0, 100.0, 100.0], 6: [120.0] * 3}
+    rates = {2: [90.0] * 3, 4: [130.0, 99.0, 99.5], 6: [120.0] * 3}
 
     def respond(launch: Launch) -> TrialResult:
         return answer(launch, rates[launch.spec.params[K]][launch.launch - 1])
@@ -176,7 +176,7 @@ def test_finalists_are_started_again_interleaved_and_all_launches_decide(tmp_pat
         first = [result for result in running.ordered_results() if "#" not in result.spec.name]
         assert "ahead of k=6" in search.select(swept, first).reason
         _, selection = running.finish()
-    assert selection.reason == "k=4: chat/decode_tok_s 100, within the noise of k=6 and preferred to them"
+    assert "within the noise of k=6" in selection.reason
 
 
 def test_hopeless_point_is_skipped_with_its_witness(tmp_path: Path) -> None:
