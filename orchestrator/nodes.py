@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections import Counter
@@ -33,6 +34,7 @@ from orchestrator.config import Placement  # noqa: E402
 from orchestrator.errors import MachineError  # noqa: E402
 
 REFRESH_S = 1.0
+CONNECT_TIMEOUT_S = 10.0
 ESSENTIAL = ("gcs_server", "raylet")
 
 
@@ -48,10 +50,13 @@ def connected(address: str | None, on_lost: Callable[[str], None] = lambda _: No
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
     if address is None:
         options |= {"object_store_memory": 128 << 20, "_node_ip_address": "127.0.0.1"}
+    elif not _is_listening(address):
+        raise MachineError(f"the Ray cluster at {address} cannot be reached: nothing listens there")
     left = threading.Event()
     try:
         with _children_in_own_groups(), _sigterm_kept():
-            ray.init(address=address, **options)
+            # "local", because without an address Ray would join whatever cluster runs on this machine.
+            ray.init(address=address or "local", **options)
         logging.getLogger("ray").setLevel(logging.ERROR)
         if address is None:
             threading.Thread(target=_watch, args=(left, on_lost), name="ray-watch", daemon=True).start()
@@ -64,6 +69,18 @@ def connected(address: str | None, on_lost: Callable[[str], None] = lambda _: No
     finally:
         left.set()
         ray.shutdown()
+
+
+def _is_listening(address: str) -> bool:
+    """Asked first, because Ray tries a dead address for minutes. True where there is no HOST:PORT to ask."""
+    host_name, _, port = address.rpartition("://")[2].rpartition(":")
+    if not host_name or not port.isdigit():
+        return True
+    try:
+        with socket.create_connection((host_name.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S):
+            return True
+    except OSError:
+        return False
 
 
 _grouping = threading.Event()
