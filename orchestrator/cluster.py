@@ -116,13 +116,14 @@ def stop_head(folder: Path) -> bool:
     head = _head(json.loads(path.read_text(encoding="utf-8")))
     roots = [process for identity in head.processes if (process := _process(identity)) is not None]
     family = {p for root in roots for p in (root, *_children(root))}
-    for number in ("terminate", "kill"):
+    for signal_of in (psutil.Process.terminate, psutil.Process.kill):
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
-                getattr(process, number)()
-        _, family = (set(each) for each in psutil.wait_procs(family, timeout=STOP_GRACE_S))
-        if not family:
-            break
+                signal_of(process)
+        deadline = time.monotonic() + STOP_GRACE_S
+        while family and time.monotonic() < deadline:
+            family = {process for process in family if _lives(process)}
+            time.sleep(0.05)
     shutil.rmtree(head.temp_dir, ignore_errors=True)
     path.unlink()
     return True
@@ -137,6 +138,7 @@ def connected(address: str, *, ours: bool = False) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    _require_listener(address)
     if ours:
         os.environ["RAY_AUTH_MODE"] = "token"
         # Ray reads the mode once, at its import; without this the head refuses us.
@@ -153,6 +155,18 @@ def connected(address: str, *, ours: bool = False) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _require_listener(address: str) -> None:
+    """Raises MachineError where nothing listens: Ray itself would try for five minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "://" in address:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise MachineError(f"the Ray cluster at {address} cannot be reached: {reason}") from None
 
 
 def require_room(placement: Placement, replicas: int) -> None:
@@ -252,9 +266,17 @@ def _process(identity: Identity) -> psutil.Process | None:
     try:
         process = psutil.Process(identity.pid)
         same = abs(process.create_time() - identity.created) < 0.01
-        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
     except psutil.NoSuchProcess:
         return None
+    return process if same and _lives(process) else None
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Also false for what has ended and was not collected by its parent yet."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _children(process: psutil.Process) -> Sequence[psutil.Process]:

@@ -40,7 +40,7 @@ FAKE_ENGINE = HERE.parent.parent / "tests" / "fake_engine.py"
 MODEL = "org/model"
 TOKENS_PER_S = 50.0
 # (streams, requests per round, shortest and longest answer). Lengths differ, so that streams do not move in lockstep.
-LADDER = ((1, 30, 8, 24), (16, 96, 32, 64), (64, 256, 32, 64))
+LADDER = ((1, 31, 8, 24), (16, 128, 32, 64), (64, 384, 32, 64))
 
 
 def free_port() -> int:
@@ -68,7 +68,8 @@ def measured(base_url: str, streams: int, requests: int, shortest: int, longest:
         raise SystemExit(f"{base_url}: {len(errors)} of {requests} requests failed, the first with {errors[0]}")
     ttft_ms = [1e3 * (trace.chunk_times_s[0] - trace.sent_s) for trace in found.traces]
     tokens = sum(trace.completion_tokens for trace in found.traces)
-    return {"ttft_ms": ttft_ms, "tokens": tokens, "wall_s": found.wall_s}
+    # The first request of every stream is sent in the same instant: that burst is told apart from the steady state.
+    return {"burst_ms": ttft_ms[:streams], "ttft_ms": ttft_ms[streams:], "tokens": tokens, "wall_s": found.wall_s}
 
 
 # --- the ways ---------------------------------------------------------------------------------------------------------
@@ -105,6 +106,7 @@ def host(engine_url: str, ports: dict[str, int]) -> None:
 
     folder = Path(tempfile.mkdtemp(prefix="relay-overhead-"))
     head = cluster.start_head(folder)
+    done = threading.Event()
     try:
         with cluster.connected(head.address, ours=True):
             serve.start(http_options={"host": "127.0.0.1", "port": ports["proxy"]})
@@ -113,7 +115,6 @@ def host(engine_url: str, ports: dict[str, int]) -> None:
                 door = Door(host="127.0.0.1", port=ports["gateway"])
                 handle = serve.run(gateway(asdict(door)), name="bench-gateway", route_prefix=None)
                 state = {"base_url": engine_url, "api_key": None, "run_id": "", "version": "", "record": {}}
-                done = threading.Event()
 
                 def report() -> None:
                     while not done.wait(1.0):
@@ -122,6 +123,7 @@ def host(engine_url: str, ports: dict[str, int]) -> None:
                 threading.Thread(target=report, daemon=True).start()
             print("ready", flush=True)
             sys.stdin.read()
+            done.set()
     finally:
         cluster.stop_head(folder)
 
@@ -213,7 +215,9 @@ def run(rounds: int) -> None:
             wait_answering(url)
         with (HERE / "results.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            writer.writerow(["way", "streams", "round", "requests", "ttft_p50_ms", "ttft_p99_ms", "output_tok_s"])
+            writer.writerow(
+                ["way", "streams", "round", "requests", "ttft_p50_ms", "ttft_p99_ms", "burst_p50_ms", "output_tok_s"]
+            )
             for number in range(rounds):
                 for rung in LADDER:
                     # Each round in another order: what drifts on this machine hits every way.
@@ -222,7 +226,17 @@ def run(rounds: int) -> None:
                         cells.setdefault((name, rung[0]), []).append(cell)
                         p50, p99 = np.quantile(cell["ttft_ms"], [0.5, 0.99])
                         rate = cell["tokens"] / cell["wall_s"]
-                        row = [name, rung[0], number, rung[1], f"{p50:.2f}", f"{p99:.2f}", f"{rate:.1f}"]
+                        burst = float(np.median(cell["burst_ms"]))
+                        row = [
+                            name,
+                            rung[0],
+                            number,
+                            rung[1],
+                            f"{p50:.2f}",
+                            f"{p99:.2f}",
+                            f"{burst:.2f}",
+                            f"{rate:.1f}",
+                        ]
                         writer.writerow(row)
                         file.flush()
                         print(*row, f"load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
@@ -231,22 +245,21 @@ def run(rounds: int) -> None:
 
 def print_table(cells: dict[tuple[str, int], list[dict[str, Any]]], names: tuple[str, ...]) -> None:
     """Medians over the rounds, so that one disturbed round decides nothing."""
-    print("| streams | way | TTFT p50 ms | added | TTFT p99 ms | added | tok/s | of direct |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| streams | way | TTFT p50 ms | added | TTFT p99 ms | added | burst p50 ms | added | tok/s | of direct |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
 
-    def middle(name: str, streams: int) -> tuple[float, float, float]:
+    def middle(name: str, streams: int) -> tuple[float, float, float, float]:
         rows = cells[name, streams]
         p50, p99 = (float(np.median([np.quantile(row["ttft_ms"], q) for row in rows])) for q in (0.5, 0.99))
-        return p50, p99, float(np.median([row["tokens"] / row["wall_s"] for row in rows]))
+        burst = float(np.median([np.median(row["burst_ms"]) for row in rows]))
+        return p50, p99, burst, float(np.median([row["tokens"] / row["wall_s"] for row in rows]))
 
     for streams, *_ in LADDER:
         base = middle("direct", streams)
         for name in names:
-            p50, p99, rate = middle(name, streams)
-            print(
-                f"| {streams} | {name} | {p50:.1f} | {p50 - base[0]:+.1f} | {p99:.1f} | {p99 - base[1]:+.1f} "
-                f"| {rate:.0f} | {rate / base[2]:.1%} |"
-            )
+            found = middle(name, streams)
+            times = " | ".join(f"{x:.1f} | {x - y:+.1f}" for x, y in zip(found[:3], base[:3], strict=True))
+            print(f"| {streams} | {name} | {times} | {found[3]:.0f} | {found[3] / base[3]:.1%} |")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,130 @@
+"""The local Ray head: found again, ended whole and alone; and an engine on another node than the gateway."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import serving_bench as bench
+
+from orchestrator import cluster, serving
+from orchestrator.config import Placement
+from orchestrator.errors import MachineError
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+
+def family(head: cluster.Head) -> list[psutil.Process]:
+    root = psutil.Process(head.processes[0].pid)
+    return [root, *root.children(recursive=True)]
+
+
+def test_a_head_is_found_again_and_ended_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    for folder in (mine, other):
+        request.addfinalizer(lambda folder=folder: cluster.stop_head(folder))
+    assert cluster.local_head(mine) is None
+    assert not cluster.stop_head(mine)
+    head, foreign = cluster.start_head(mine), cluster.start_head(other)
+    assert cluster.local_head(mine) == head
+    members, strangers = family(head), family(foreign)
+    assert {"gcs_server", "raylet"} <= {process.name() for process in members}
+
+    began = time.monotonic()
+    assert cluster.stop_head(mine)
+    assert time.monotonic() - began < 30
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in members)
+    assert all(process.is_running() for process in strangers)
+    assert cluster.local_head(mine) is None
+    assert not Path(head.temp_dir).exists()
+
+    # Half of a head is none: it is cleared away before the next is started.
+    os.kill(next(p.pid for p in strangers if p.name() == "gcs_server"), signal.SIGKILL)
+    assert cluster.local_head(other) is None
+    second = cluster.start_head(other)
+    assert second.address != foreign.address
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in strangers)
+
+
+def test_a_pid_that_was_given_to_another_is_left_alone(tmp_path: Path) -> None:
+    bystander = subprocess.Popen(["sleep", "60"])
+    try:
+        state = {"address": "127.0.0.1:1", "temp_dir": str(tmp_path / "ray")}
+        processes = [{"pid": bystander.pid, "created": psutil.Process(bystander.pid).create_time() - 5}]
+        (tmp_path / "head.json").write_text(json.dumps({**state, "processes": processes}))
+        assert cluster.local_head(tmp_path) is None
+        assert cluster.stop_head(tmp_path)
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_the_users_token_is_made_once_and_only_for_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    cluster._make_token()
+    token = tmp_path / ".ray" / "auth_token"
+    first = token.read_text()
+    assert len(first) >= 32
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    cluster._make_token()
+    assert token.read_text() == first
+
+
+def test_a_cluster_that_is_not_there_is_named() -> None:
+    with (
+        pytest.raises(MachineError, match=r"127\.0\.0\.1:9 cannot be reached"),
+        cluster.connected("127.0.0.1:9"),
+    ):
+        raise AssertionError("connected to nothing")
+
+
+def test_an_engine_on_another_node_is_reached(
+    tmp_path: Path, free_port: Callable[[], int], request: pytest.FixtureRequest
+) -> None:
+    """The head has no GPU, the second node has both: the gateway stays on the head, the engine goes to its GPUs."""
+    experiment = bench.experiment(tmp_path, "far", free_port(), gpus=2)
+    folder = tmp_path / "mlruns" / "serving"
+    head = cluster.start_head(folder, num_gpus=0)
+    request.addfinalizer(lambda: cluster.stop_head(folder))
+    with cluster.connected(head.address, ours=True), pytest.raises(MachineError, match="0 of 1 engines"):
+        cluster.require_room(Placement(gpus=2, cpus=1), 1)
+    node = subprocess.Popen(
+        [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={head.address}", "--num-gpus=2", "--block"],
+        env=cluster._environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    # Its raylet waits half a minute for a head that is gone; nothing of it is worth that.
+    request.addfinalizer(lambda: [process.kill() for process in (*psutil.Process(node.pid).children(), node)])
+    with cluster.connected(head.address, ours=True):
+        deadline = time.monotonic() + 60
+        while len([n for n in cluster._nodes() if n["Alive"]]) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    bench.record(experiment, bench.result(experiment, "far", tokens_per_s=200))
+    report = serving.promote(experiment)
+    assert report.decision == "promoted", report
+    body = json.dumps({"model": "served", "prompt": "x", "max_tokens": 5, "stream": True}).encode()
+    headers = {"Content-Type": "application/json"}
+    asked = urllib.request.Request(f"{report.url}/v1/completions", body, headers)
+    with urllib.request.urlopen(asked, timeout=30) as answer:
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+    with urllib.request.urlopen(f"{report.url}/metrics", timeout=30) as answer:
+        page = answer.read().decode()
+    assert page.count("# TYPE orchestrator_requests_total") == 1
+    assert "vllm:generation_tokens_total" in page
+    assert serving.stop(experiment)
+    assert cluster.local_head(folder) is None
