@@ -20,6 +20,9 @@ INFRASTRUCTURE, COMPLETE = TrialStatus.INFRASTRUCTURE, TrialStatus.COMPLETE
 FROM_OUTSIDE = {
     *("gpu_busy", "not_released", "no_token", "no_successful_request", "machine", "configuration", "clearly_worse"),
     "trial_process_lost",
+    "node_lost",
+    "not_placed",
+    "internal_error",
 }
 
 

@@ -190,6 +190,16 @@ CAUSES: dict[str, Cause] = {
             "the process of the trial ended without a result",
             "see the log of its Ray worker; the host may have run out of memory",
         ),
+        (
+            "node_lost",
+            "the node was gone before the trial had started on it",
+            "none; the trial is tried again on another node",
+        ),
+        (
+            "not_placed",
+            "the node had no room for the trial within placement.timeout_s",
+            "end what else holds its GPUs in the Ray cluster, or raise placement.timeout_s",
+        ),
         ("not_released", "a process or GPU memory of the engine was still there after its end", "see the named pid"),
     ),
     **_causes(
@@ -219,6 +229,11 @@ CAUSES: dict[str, Cause] = {
             "gpu_fault",
             "a kernel failed on the GPU",
             "another attention or MoE backend; CUDA_LAUNCH_BLOCKING=1 names it",
+        ),
+        (
+            "internal_error",
+            "the process of the trial failed with an error of our own",
+            "report it with the reason: it is a fault of this program, not of the engine",
         ),
         ("crashed", "the engine crashed ({signal})", "another backend or version; the evidence is all that it said"),
         ("unknown", "the engine ended and the reason has no name yet", "read the evidence"),
