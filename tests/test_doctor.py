@@ -14,6 +14,8 @@ import pytest
 from fake_nvml import FakeNvml
 from launches import FAKE_ENGINE, KINDS, program
 
+from orchestrator import config, doctor
+
 ROOT = Path(__file__).parent.parent
 MODULE_MISSING = """
 if "--help=all" in sys.argv:
@@ -33,8 +35,16 @@ def neighbour() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture
-def experiment(tmp_path: Path) -> Path:
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    fake = FakeNvml(tmp_path)
+    fake.load(monkeypatch)
+    return fake
+
+
+@pytest.fixture
+def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A healthy experiment over the stand-in for vLLM, on no GPU."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     path = tmp_path / "healthy.yaml"
@@ -53,25 +63,15 @@ tracking: {{folder: "{tmp_path}/mlruns"}}
     return path
 
 
-def examined(path: Path, *overrides: str, env: dict[str, str] | None = None) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Exit code, and the checks by name."""
-    answer = subprocess.run(
-        [sys.executable, "-m", "orchestrator", "doctor", str(path), *overrides, "--json"],
-        env={**os.environ, "TMPDIR": str(path.parent), **(env or {})},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert answer.returncode in (0, 3), answer.stderr
-    document = json.loads(answer.stdout)
+def examined(path: Path, *overrides: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    """The exit code that the checks mean, and the checks by name."""
+    document = doctor.document(doctor.examine(config.load(path, list(overrides))))
     assert set(document) == {"checks"}
     checks = {check["name"]: check for check in document["checks"]}
     assert len(checks) == len(document["checks"])
     # One screen: a line per check, at most the usual height of a terminal.
     assert len(checks) <= 20
-    assert answer.returncode == (3 if any(check["ok"] is False for check in checks.values()) else 0)
-    return answer.returncode, checks
+    return 3 if any(check["ok"] is False for check in checks.values()) else 0, checks
 
 
 def engine_check(checks: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -88,15 +88,32 @@ def test_a_healthy_machine(experiment: Path) -> None:
     assert "25000 is free" in checks["ports"]["detail"]
 
 
-def test_it_is_readable_without_json(experiment: Path) -> None:
-    answer = subprocess.run(
-        [sys.executable, "-m", "orchestrator", "doctor", str(experiment)], cwd=ROOT, capture_output=True, text=True
+def command_line(path: Path, *arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "orchestrator", "doctor", str(path), *arguments],
+        env={**os.environ, "TMPDIR": str(path.parent), **(env or {})},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
+
+
+def test_a_person_reads_one_screen(experiment: Path) -> None:
+    answer = command_line(experiment)
     lines = answer.stdout.splitlines()
-    assert answer.returncode == 0
+    assert answer.returncode == 0, answer.stderr
     assert lines[0].split() == ["check", "detail"]
     assert any(line.startswith("GPUs") and " ok " in line for line in lines)
     assert len(lines) < 24
+
+
+def test_a_program_reads_json(experiment: Path, tmp_path: Path) -> None:
+    node = FakeNvml(tmp_path).gpu("GPU-aaaa")
+    answer = command_line(experiment, "placement.gpus=2", "--json", env=node.env)
+    assert answer.returncode == 3
+    (gpus,) = (check for check in json.loads(answer.stdout)["checks"] if check["name"] == "GPUs")
+    assert gpus["detail"] == "2 needed on one node: 1 x NVIDIA H200 140 GiB; driver 580.159.03"
 
 
 def test_everything_that_is_wrong_is_told_at_once(experiment: Path, tmp_path: Path) -> None:
@@ -138,9 +155,9 @@ def test_an_environment_that_lacks_a_module(experiment: Path, tmp_path: Path) ->
     assert "lacks the Python module torchvision; install torchvision" in engine_check(checks)["detail"]
 
 
-def test_gpus_their_users_and_their_links(experiment: Path, tmp_path: Path, neighbour: subprocess.Popen[bytes]) -> None:
-    node = FakeNvml(tmp_path).gpu("GPU-aaaa").gpu("GPU-bbbb").peers(0, 1, 5).pid(1, neighbour.pid, 2048)
-    code, checks = examined(experiment, "placement.gpus=2", env=node.env)
+def test_gpus_their_users_and_their_links(experiment: Path, node: FakeNvml, neighbour: subprocess.Popen[bytes]) -> None:
+    node.gpu("GPU-aaaa").gpu("GPU-bbbb").peers(0, 1, 5).pid(1, neighbour.pid, 2048)
+    code, checks = examined(experiment, "placement.gpus=2")
     assert code == 3
     assert checks["GPUs"]["ok"] is True
     assert checks["GPUs"]["detail"] == "2 needed on one node: 2 x NVIDIA H200 140 GiB; driver 580.159.03"
@@ -149,27 +166,26 @@ def test_gpus_their_users_and_their_links(experiment: Path, tmp_path: Path, neig
     assert checks["GPU links"]["ok"] is None
     assert "peer access not supported (0-1)" in checks["GPU links"]["detail"]
     # One busy GPU of two does not stop an experiment that needs one.
-    code, checks = examined(experiment, "placement.gpus=1", env=node.env)
+    code, checks = examined(experiment, "placement.gpus=1")
     assert (code, checks["GPUs free"]["ok"]) == (0, None)
     assert "GPU links" not in checks
 
 
-def test_eight_gpus_fit_on_one_screen(experiment: Path, tmp_path: Path) -> None:
-    node = FakeNvml(tmp_path)
+def test_eight_gpus_fit_on_one_screen(experiment: Path, node: FakeNvml) -> None:
     for number in range(8):
         node.gpu(f"GPU-{number}")
-    code, checks = examined(experiment, "placement.gpus=8", env=node.env)
+    code, checks = examined(experiment, "placement.gpus=8")
     assert code == 0
     assert checks["GPU links"]["detail"] == "peer access ok (28 pairs)"
 
 
-def test_a_quarantined_and_a_lost_gpu(experiment: Path, tmp_path: Path, neighbour: subprocess.Popen[bytes]) -> None:
-    node = FakeNvml(tmp_path).gpu("GPU-aaaa", used_mib=40_000).gpu("GPU-bbbb", flags="lost")
+def test_a_quarantined_and_a_lost_gpu(experiment: Path, tmp_path: Path, node: FakeNvml) -> None:
+    node.gpu("GPU-aaaa", used_mib=40_000).gpu("GPU-bbbb", flags="lost")
     folder = tmp_path / f"orchestrator-{os.getuid()}"
     folder.mkdir()
     sentence = {"sentence": "GPU 0 still holds 39.1 GiB", "baseline_gib": 0.5}
     (folder / "quarantine-GPU-aaaa.json").write_text(json.dumps(sentence))
-    _, checks = examined(experiment, "placement.gpus=1", env=node.env)
+    _, checks = examined(experiment, "placement.gpus=1")
     assert checks["GPUs free"]["ok"] is False
     assert "in quarantine: GPU 0 still holds 39.1 GiB" in checks["GPUs free"]["detail"]
     assert "GPU 1: GPU is lost" in checks["GPUs free"]["detail"]
