@@ -213,11 +213,12 @@ def _client_late(measurement: Measurement) -> Reason | None:
     cpu = max((x for x in measurement.repeats.get("client_cpu_share", ()) if x is not None), default=0.0)
     if lag_s <= MAX_LOOP_LAG_S and cpu <= MAX_CLIENT_CPU:
         return None
-    return Reason(
-        code="client_late",
-        detail=f"the client could not keep up, so every time is in doubt: one wake-up in ten was late by "
-        f"{lag_s * 1e3:.1f} ms or more, and it used {cpu:.0%} of a core; measure while the machine is quiet",
+    found = (
+        f"one wake-up in ten came {lag_s * 1e3:.1f} ms late or more, so the machine is too busy to measure on"
+        if lag_s > MAX_LOOP_LAG_S
+        else f"it used {cpu:.0%} of its core, so there are more streams than it can read"
     )
+    return Reason(code="client_late", detail=f"the client could not keep up and every time is in doubt: {found}")
 
 
 def _client_jitter(measurement: Measurement) -> Reason | None:
@@ -275,7 +276,7 @@ def _degenerate_output(workload: Workload, answered: Sequence[RequestTrace]) -> 
     looping = [trace for trace in answered if is_looping(trace.text)]
     if len(looping) * 10 <= len(answered):
         return None
-    tail = " ".join(looping[0].text.split())[-60:]
+    tail = " ".join(looping[0].text.split())[-32:]
     return Reason(
         code="degenerate_output",
         detail=f"{len(looping)} of {len(answered)} answers repeat themselves, which is easy to draft and flatters "

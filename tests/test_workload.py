@@ -98,6 +98,12 @@ def test_one_prompt_of_each_shape():
         assert length <= edge < 1.4 * length + 64
 
 
+def test_the_code_review_holds_8k_tokens_of_any_usual_tokenizer():
+    # SmolLM2's counts 12,262 (3.5 characters a token); vocabularies of 150,000 words reach 4.5 on code.
+    for text in load_texts(Workload(prompts="conf/prompts/code-review", prompt_tokens=8192)):
+        assert len(text) > 8192 * 5
+
+
 @pytest.mark.parametrize("tokens", [1, 7, 200, 999, 1000])
 def test_a_text_is_cut_to_its_tokens(tokens):
     text = "abcd" * 1000
