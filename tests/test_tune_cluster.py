@@ -131,24 +131,22 @@ def test_node_that_dies_in_mid_trial(cluster: Any, tmp_path: Path) -> None:
 
 def test_place_held_by_others_then_node_that_dies_before_the_start(cluster: Any, tmp_path: Path) -> None:
     events: list[Event] = []
-    with opened(experiment(tmp_path, points=1, timeout_s=4.0), cluster, events.append) as running:
+    with opened(experiment(tmp_path, points=1, timeout_s=6.0), cluster, events.append) as running:
         held = ray.util.placement_group([{"GPU": 1}] * 2, strategy="STRICT_SPREAD")
         ray.get(held.ready(), timeout=30)
 
-        def replace_the_nodes() -> None:
-            wait_until(lambda: any(event.status for event in events), 60, "the first attempt's end")
-            wait_until(lambda: events[-1].phase == "placing", 60, "the second attempt's wait")
-            for node in list(cluster.worker_nodes):
-                cluster.remove_node(node, allow_graceful=False)
-            cluster.add_node(num_cpus=2, num_gpus=2)
-            ray.util.remove_placement_group(held)
-
-        changer = threading.Thread(target=replace_the_nodes)
-        changer.start()
-        tune.run_trials(running)
-        changer.join()
+        # In the main thread only may nodes be added.
+        tuning = threading.Thread(target=tune.run_trials, args=[running])
+        tuning.start()
+        wait_until(lambda: any(event.status for event in events), 60, "the first attempt's end")
+        wait_until(lambda: events[-1].phase == "placing", 60, "the second attempt's wait")
+        for node in list(cluster.worker_nodes):
+            cluster.remove_node(node, allow_graceful=False)
+        cluster.add_node(num_cpus=2, num_gpus=2)
+        ray.util.remove_placement_group(held)
+        tuning.join()
     ended = [event for event in events if event.status]
-    assert "placement.timeout_s=4" in (ended[0].reason or "")
+    assert "placement.timeout_s=6" in (ended[0].reason or "")
     assert ended[1].status == TrialStatus.INFRASTRUCTURE.value
     assert ended[-1].status == TrialStatus.COMPLETE.value
     assert len(starts(tmp_path)) == 1
