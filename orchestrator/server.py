@@ -294,6 +294,11 @@ def _environment(
     return env, {name: value for name, value in masked(told).items() if name not in plan.env}
 
 
+def new_key() -> str:
+    """A key for one start. Hexadecimal: one that began with a dash would be taken for a flag on a command line."""
+    return secrets.token_hex(24)
+
+
 def _rendezvous_port(plan: LaunchPlan) -> int:
     """The first port of the block behind the HTTP port, for the engine's own processes."""
     return int(plan.base_url.rsplit(":", 1)[1]) + 1
@@ -302,7 +307,7 @@ def _rendezvous_port(plan: LaunchPlan) -> int:
 def _spawn(
     engine: Engine, plan: LaunchPlan, spec: EngineSpec, gpu_ids: tuple[str, ...], given: Mapping[str, str]
 ) -> Server:
-    key, mark = secrets.token_urlsafe(24), leftovers.new_mark()
+    key, mark = new_key(), leftovers.new_mark()
     env, told = _environment(plan, gpu_ids, given)
     env[leftovers.MARKER] = mark
     argv = list(plan.argv)

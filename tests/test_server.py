@@ -86,6 +86,13 @@ def test_the_key_is_asked_for_and_is_written_nowhere(tmp_path: Path) -> None:
     assert running.record()["env"]["HF_TOKEN"] == "****"
 
 
+def test_a_key_is_never_taken_for_a_flag() -> None:
+    # One in 64 of the keys that secrets.token_urlsafe makes begins with a dash, which ends argparse.
+    keys = {server.new_key() for _ in range(2000)}
+    assert len(keys) == 2000
+    assert all(key.isalnum() and len(key) == 48 for key in keys)
+
+
 def test_a_dead_engine_ends_the_wait_at_once(tmp_path: Path) -> None:
     failure, waited_s = failure_of(
         engine_spec(tmp_path, fail="vllm_cpu_fail_bad_flag.log", fail_code=2, fail_after_s=1.0), tmp_path
