@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator import campaign, server, trial
-from orchestrator.config import EngineSpec, Experiment, TrialSpec
+from orchestrator.config import EngineSpec, Experiment, TrialSpec, trial_spec
 from orchestrator.engines import ENGINES, LaunchPlan
 from orchestrator.engines.flags import check_flags
 from orchestrator.errors import ConfigError, MachineError
@@ -81,8 +81,10 @@ def dry_run(experiment: Experiment) -> CampaignPlan:
 
 
 def number_of_starts(experiment: Experiment, num_points: int) -> int:
-    """Engine starts of a campaign: one per point, and the finalists' confirmations."""
+    """Engine starts of a campaign: one per point, the draws of a sampler, and the finalists' confirmations."""
     confirm = experiment.search.confirm
+    if experiment.search.sampler == "tpe":
+        num_points += experiment.search.num_samples
     return num_points + min(confirm.top, num_points) * confirm.launches
 
 
@@ -92,7 +94,8 @@ def check_startable(experiment: Experiment) -> None:
     Raises ConfigError for a model path, MachineError for a missing program.
     """
     specs, _ = campaign.keyed_points(experiment)
-    for spec in specs:
+    # A sampler's points are not known yet; they differ from this one.
+    for spec in specs or [trial_spec(experiment, "base", {})]:
         check_model(spec.engine)
         server.check_program(launch_plan(spec))
 

@@ -43,11 +43,13 @@ class _Clock:
     def __init__(self) -> None:
         self._began: dict[int, float] = {}
         self._took_s: list[float] = []
+        self._at_once = 1
         self.finished = 0
 
     def take(self, event: Event) -> float:
         began = self._began.setdefault(event.number, time.monotonic())
         elapsed_s = time.monotonic() - began
+        self._at_once = max(self._at_once, len(self._began))
         if event.phase is None:
             self._took_s.append(elapsed_s)
             self._began.pop(event.number)
@@ -57,7 +59,7 @@ class _Clock:
     def left(self, total: int) -> str:
         if not self._took_s:
             return ""
-        seconds = (total - self.finished) * sum(self._took_s) / len(self._took_s)
+        seconds = (total - self.finished) * sum(self._took_s) / len(self._took_s) / self._at_once
         return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
 
 
@@ -67,6 +69,9 @@ class _Lines:
         self._clock = _Clock()
 
     def __call__(self, event: Event) -> None:
+        if event.note:
+            self._console.print(event.note, markup=False, highlight=False, soft_wrap=True)
+            return
         elapsed_s = self._clock.take(event)
         what = PHASES.get(event.phase, event.phase) if event.phase else _ending(event)
         left = (
@@ -87,6 +92,9 @@ class _Bar:
         self._task = progress.add_task("starting", total=None, left="")
 
     def __call__(self, event: Event) -> None:
+        if event.note:
+            self._progress.console.print(event.note, markup=False, highlight=False)
+            return
         elapsed_s = self._clock.take(event)
         if event.phase is None:
             text = f"trial {event.number} of {event.total} {event.name}: {_ending(event)} ({elapsed_s:.0f} s)"

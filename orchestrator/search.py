@@ -145,12 +145,12 @@ def select(experiment: Experiment, results: Sequence[TrialResult]) -> Selection:
 
 
 def confirmations(experiment: Experiment, selection: Selection) -> list[TrialSpec]:
-    """More launches of the finalists, interleaved (A B A B), because two starts of the same command differ."""
+    """confirm.launches more of each finalist, interleaved (A B A B), because two starts of the same command differ."""
     confirm = experiment.search.confirm
     others = [r for r in selection.ranking if r is not selection.best]
     finalists = [r.spec for r in (selection.best, *others) if r is not None][: confirm.top]
     return [
-        replace(spec, name=f"{spec.name}#{launch}") for launch in range(2, confirm.launches + 1) for spec in finalists
+        replace(spec, name=f"{spec.name}#{launch}") for launch in range(2, confirm.launches + 2) for spec in finalists
     ]
 
 

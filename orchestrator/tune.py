@@ -14,7 +14,7 @@ from typing import Any
 
 from orchestrator.nodes import Nodes  # isort: skip (it sets what Ray reads when it is imported)
 from ray import cloudpickle, tune
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from ray.tune.schedulers import FIFOScheduler
 from ray.tune.search import Searcher
 
@@ -41,6 +41,8 @@ def run_trials(campaign: Campaign, interrupts: Interrupts | None = None) -> None
         campaign.interrupted = interrupts.signal or "SIGINT"
     except OSError as error:
         campaign.stop(f"Ray Tune cannot write: {error}")
+    except (RayError, tune.TuneError) as error:
+        campaign.stop(f"Ray failed: {' '.join(str(error).split())[:300]}")
 
 
 def _fit(campaign: Campaign, feed: _Feed, storage: str) -> None:

@@ -164,7 +164,7 @@ def test_faults_that_differ_do_not_stop(tmp_path: Path) -> None:
 
 
 def test_finalists_are_started_again_interleaved_and_all_launches_decide(tmp_path: Path) -> None:
-    swept = experiment(tmp_path, confirm=Confirm(top=2, launches=3))
+    swept = experiment(tmp_path, confirm=Confirm(top=2, launches=2))
     # In its first launch k=4 was lucky: seen alone, it is 8% ahead.
     rates = {2: [90.0] * 3, 4: [130.0, 99.0, 99.5], 6: [120.0] * 3}
 
@@ -271,13 +271,13 @@ def test_resume_starts_only_what_is_missing(tmp_path: Path) -> None:
 def test_resume_of_a_finished_campaign_starts_nothing(tmp_path: Path) -> None:
     swept = experiment(tmp_path, confirm=Confirm(top=2, launches=2))
     with opened(swept) as running:
-        assert len(drive(running, by_k)) == 5
+        assert len(drive(running, by_k)) == 7
         before = running.finish()[1]
     with opened(swept, resume=True) as running:
         assert not running.wants_more()
         _, after = running.finish()
     assert (after.best.spec.name, after.reason) == (before.best.spec.name, before.reason)
-    assert len(runs(swept)) == 5
+    assert len(runs(swept)) == 7
 
 
 def test_resume_repeats_a_torn_result_and_a_fault_of_the_machine(tmp_path: Path) -> None:

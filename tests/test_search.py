@@ -194,7 +194,7 @@ def test_launches_of_one_point_count_together() -> None:
 
 
 def test_finalists_are_started_again_interleaved() -> None:
-    confirmed = experiment(confirm=Confirm(top=2, launches=3))
+    confirmed = experiment(confirm=Confirm(top=2, launches=2))
     results = [result("c", 100, 101, 102), result("a", 300, 301, 302), result("b", 200, 201, 202)]
     specs = search.confirmations(confirmed, search.select(confirmed, results))
     assert [spec.name for spec in specs] == ["a#2", "b#2", "a#3", "b#3"]
