@@ -273,7 +273,8 @@ class Campaign:
         if self.interrupted and result.cause in LOST:
             return
         result = result if result.started_at else replace(result, started_at=self._started.get(launch.id, ""))
-        self.results[launch.id] = result
+        # What a trial writes has its secrets masked; another launch of the point needs them.
+        self.results[launch.id] = replace(result, spec=launch.spec)
         try:
             self.ledger.write(launch.id, result)
         except OSError as error:

@@ -69,8 +69,10 @@ _TRACES = TypeAdapter(list[RequestTrace])
 
 
 def to_json(result: TrialResult) -> str:
-    """The result as strict JSON: no NaN, absent is null."""
-    document = {"schema_version": SCHEMA_VERSION, **_RESULT.dump_python(result, mode="json")}
+    """The result as strict JSON: no NaN, absent is null, the values of secrets in engine.env masked."""
+    engine = replace(result.spec.engine, env=server.masked(result.spec.engine.env))
+    public = replace(result, spec=replace(result.spec, engine=engine))
+    document = {"schema_version": SCHEMA_VERSION, **_RESULT.dump_python(public, mode="json")}
     return json.dumps(document, allow_nan=False, indent=1, ensure_ascii=False)
 
 

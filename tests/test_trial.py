@@ -336,6 +336,21 @@ trial.run(trial_spec(root, workloads={{"long": work}}, children=str(root / "chil
     assert not (tmp_path / "trial" / "result.json").exists()
 
 
+def test_secrets_are_in_nothing_that_is_written(tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    wishes = {"record": str(record), "record_env": ["HF_TOKEN"]}
+    spec = trial_spec(tmp_path, env={"HF_TOKEN": "hf-5ecret", "NCCL_DEBUG": "INFO"}, **wishes)
+    result = run(spec, tmp_path)
+    assert json.loads(record.read_text())["env"]["HF_TOKEN"] == "hf-5ecret"
+    record.unlink()
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or "hf-5ecret" not in path.read_text(errors="replace"), path
+    # The caller keeps what it needs to start the point once more.
+    assert result.spec == spec
+    written = trial.from_json((tmp_path / "trial" / "result.json").read_text()).spec.engine.env
+    assert (written["HF_TOKEN"], written["NCCL_DEBUG"]) == ("****", "INFO")
+
+
 def test_results_survive_the_way_to_disk_and_back(tmp_path: Path) -> None:
     result = run(trial_spec(tmp_path), tmp_path)
     odd = replace(result, reason="ünïcode \x00 \u2028 '\"", facts={"k_gib": Fact(value=1e300, source="größe")})
