@@ -106,15 +106,27 @@ def _children_in_own_groups() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Ray sets handlers of its own for SIGTERM: one that aborts, one that exits; after it ours stands again."""
-    kept = signal.getsignal(signal.SIGTERM)
-    try:
+    """Ray sets handlers of its own for SIGTERM while it starts; what came to them is given to ours afterwards."""
+    if threading.current_thread() is not threading.main_thread():
         yield
-    except SystemExit as exit_of_ray:
-        raise KeyboardInterrupt from exit_of_ray
+        return
+    ours = signal.getsignal(signal.SIGTERM)
+    seen, told = os.pipe()
+    for end in (seen, told):
+        os.set_blocking(end, False)
+    before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    try:
+        with contextlib.suppress(SystemExit):
+            yield
     finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, kept)
+        signal.set_wakeup_fd(before)
+        meant_for_ours = signal.getsignal(signal.SIGTERM) is ours
+        signal.signal(signal.SIGTERM, ours)
+        with contextlib.suppress(BlockingIOError):
+            if signal.SIGTERM in os.read(seen, 64) and not meant_for_ours:
+                os.kill(os.getpid(), signal.SIGTERM)
+        os.close(seen)
+        os.close(told)
 
 
 def _watch(left: threading.Event, on_lost: Callable[[str], None]) -> None:
