@@ -153,7 +153,7 @@ class Client:
     ) -> str | None:
         """Run `job` under watch; the sentence of a stall, None when it ran to its end."""
         task = asyncio.create_task(job)
-        watching = asyncio.create_task(watch.run())
+        watch.start()
         try:
             while not task.done():
                 await asyncio.wait([task], timeout=min(1.0, stall_s / 4))
@@ -166,9 +166,8 @@ class Client:
             return None
         finally:
             watch.stop()
-            for each in (task, watching):
-                each.cancel()
-            await asyncio.wait([task, watching], timeout=CLOSE_GRACE_S)
+            task.cancel()
+            await asyncio.wait([task], timeout=CLOSE_GRACE_S)
 
     async def _stream(self, path: str, body: bytes, reply: Reply) -> None:
         now = time.perf_counter
@@ -207,15 +206,22 @@ class _LoopWatch:
     def __init__(self) -> None:
         self.lags_s: list[float] = []
         self.cpu_share: float | None = None
-        self._began = (time.perf_counter(), time.thread_time())
 
-    async def run(self) -> None:
-        while True:
-            due_s = time.perf_counter() + LAG_PERIOD_S
-            await asyncio.sleep(LAG_PERIOD_S)
-            self.lags_s.append(max(0.0, time.perf_counter() - due_s))
+    def start(self) -> None:
+        self._began = (time.perf_counter(), time.thread_time())
+        self._loop = asyncio.get_running_loop()
+        self._wait()
+
+    def _wait(self) -> None:
+        self._due_s = self._loop.time() + LAG_PERIOD_S
+        self._waiting = self._loop.call_at(self._due_s, self._woken)
+
+    def _woken(self) -> None:
+        self.lags_s.append(max(0.0, self._loop.time() - self._due_s))
+        self._wait()
 
     def stop(self) -> None:
+        self._waiting.cancel()
         wall_s = time.perf_counter() - self._began[0]
         self.cpu_share = (time.thread_time() - self._began[1]) / wall_s if wall_s > 0 else None
 
