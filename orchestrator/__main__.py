@@ -146,6 +146,8 @@ def _show_results(
         return
     tables = report.people_console(sys.stdout)
     tables.print(report.campaign_table(experiment, recorded, selection.best))
+    for name, why in selection.excluded.items():
+        tables.print(f"left out of the choice: {name}: {why}", markup=False, soft_wrap=True)
     for sentence in (f"best: {selection.reason}" if selection.best else selection.reason, *selection.notes):
         tables.print(sentence, markup=False, soft_wrap=True)
 
@@ -157,6 +159,7 @@ def results(
     *,
     every: Annotated[bool, typer.Option("--all", help="the trials of every campaign, not only of the last")] = False,
     reference: Annotated[bool, typer.Option("--reference", help="the published numbers beside ours")] = False,
+    csv: Annotated[Path | None, typer.Option(help="write every number here too, one a row")] = None,
     as_json: Json = False,
 ) -> None:
     """Show the table of the last campaign, the best marked."""
@@ -169,7 +172,11 @@ def results(
     if not recorded:
         _say(f"no results of {experiment.name} yet in {experiment.tracking_uri}")
         raise typer.Exit(1)
-    _show_results(experiment, recorded, selection, as_json)
+    published = report.reference_document(experiment, recorded) if reference and as_json else None
+    _show_results(experiment, recorded, selection, as_json, {"reference": published} if published else None)
+    if csv is not None:
+        with csv.open("w", encoding="utf-8", newline="") as stream:
+            report.write_csv(stream, recorded)
     if reference and not as_json:
         report.people_console(sys.stdout).print(report.reference_table(experiment, recorded))
     if selection.best is None:

@@ -169,7 +169,8 @@ def _write_scripts(site: Path, folder: Path) -> None:
             script.unlink(missing_ok=True)
             script.write_text(
                 f"#!{folder / 'python'}\nimport sys\n\nfrom {entry.module} import {entry.attr.split('.')[0]}\n\n"
-                f"sys.exit({entry.attr}())\n",
+                # Guarded: an engine's workers import the script again when they are spawned.
+                f'if __name__ == "__main__":\n    sys.exit({entry.attr}())\n',
                 encoding="utf-8",
             )
             script.chmod(0o755)

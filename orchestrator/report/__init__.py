@@ -6,6 +6,7 @@ from orchestrator.report.documents import (
     quantity_document,
     same_trial,
     verdict_document,
+    write_csv,
 )
 from orchestrator.report.pair import Pair, compare
 from orchestrator.report.reference import Reference, find_reference, reference_document, reference_table
@@ -27,4 +28,5 @@ __all__ = [
     "reference_table",
     "same_trial",
     "verdict_document",
+    "write_csv",
 ]

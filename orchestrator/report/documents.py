@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any
 
 from orchestrator.config import Experiment
 from orchestrator.metrics import Measurement, Quantity
@@ -30,6 +31,57 @@ def document(experiment: Experiment, results: Sequence[Recorded], best: TrialRes
         "trials": [_trial_document(recorded) for recorded in results],
         "best": {"name": chosen.result.spec.name, "run_id": chosen.run_id} if chosen else None,
     }
+
+
+CSV_COLUMNS = (
+    "trial",
+    "status",
+    "cause",
+    "workload",
+    "metric",
+    "value",
+    "low",
+    "high",
+    "n",
+    "verdict",
+    "key",
+    "run_id",
+)
+
+
+def write_csv(stream: IO[str], results: Sequence[Recorded]) -> None:
+    """One row per trial, workload and metric, memory included; a trial without numbers is one row. Absent is empty."""
+    writer = csv.DictWriter(stream, CSV_COLUMNS, restval="", lineterminator="\n")
+    writer.writeheader()
+    for recorded in results:
+        result = recorded.result
+        trial = {
+            "trial": result.spec.name,
+            "status": str(result.status),
+            "cause": result.cause,
+            "key": result.spec.key,
+            "run_id": recorded.run_id,
+        }
+        rows = list(_csv_rows(result))
+        for row in rows or [{}]:
+            writer.writerow(trial | row)
+
+
+def _csv_rows(result: TrialResult) -> Iterator[dict[str, Any]]:
+    for workload, measurement in result.measurements.items():
+        verdict = result.verdicts.get(workload)
+        for name, quantity in measurement.metrics.items():
+            found = quantity_document(quantity)
+            if found is not None:
+                yield {"workload": workload, "metric": name, **found, "verdict": verdict and str(verdict.level)}
+        for position, rate in enumerate(_by_position(measurement) or []):
+            yield {"workload": workload, "metric": f"acceptance_at_position_{position}", "value": rate}
+        for name, value in measurement.cold.items():
+            if value is not None and math.isfinite(value):
+                yield {"workload": workload, "metric": f"cold_{name}", "value": value}
+    for name, fact in result.memory.items():
+        if math.isfinite(fact.value):
+            yield {"workload": "memory", "metric": name, "value": fact.value}
 
 
 def _trial_document(recorded: Recorded) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from orchestrator.metrics import Measurement
 from orchestrator.report.cells import brief, interval, number, short, varying_params
 from orchestrator.report.documents import same_trial
 from orchestrator.trial import TrialResult
-from orchestrator.verdict import Level
+from orchestrator.verdict import LEVELS, Level
 
 if TYPE_CHECKING:
     from orchestrator.tracking import Recorded
@@ -33,6 +33,23 @@ _FOOTNOTES = {
     "verdict": "only a valid number can win",
     "n": "samples behind the decode figure",
 }
+
+
+_COLUMNS = (
+    "status",
+    "decode tok/s",
+    "prefill tok/s",
+    "TTFT s",
+    "acc. rate",
+    "acc. len",
+    "memory",
+    "speed-up",
+    "verdict",
+    "n",
+)
+_ALWAYS = ("status", "verdict")
+# A longer value (a list of rates) would push the numbers out of sight; the trial's name stands for it.
+_WIDEST_PARAM = 24
 
 
 def people_console(stream: IO[str]) -> Console:
@@ -84,39 +101,50 @@ def _workload_table(workload: str, rows: Sequence[TrialResult], best: TrialResul
     table = Table(box=None, padding=(0, 1, 0, 0), title=workload or None, title_justify="left", pad_edge=False)
     table.add_column("", width=1)
     table.add_column("trial", overflow="fold", min_width=8)
-    varying = varying_params(rows)
+    varying = [key for key in varying_params(rows) if all(len(_param(row, key)) <= _WIDEST_PARAM for row in rows)]
     for key in varying:
         table.add_column(short(key, varying), justify="right", overflow="fold")
-    memory = _memory_column(rows)
-    for name in ("status", "decode tok/s", "TTFT s", "acc. rate", "acc. len", memory, "speed-up", "verdict", "n"):
+    cells = {id(row): _cells(row, workload) for row in rows}
+    # A column in which no trial has anything (acceptance without speculation, decode of one token) says nothing.
+    shown = [name for name in _COLUMNS if name in _ALWAYS or any(cells[id(row)][name] != "-" for row in rows)]
+    for name in shown:
         left = name in ("status", "verdict")
-        table.add_column(name, justify="left" if left else "right", overflow="fold")
+        title = _memory_column(rows) if name == "memory" else name
+        table.add_column(title, justify="left" if left else "right", overflow="fold")
     front = pareto(rows, f"{workload}/decode_tok_s", f"{workload}/ttft_s")
     for result in rows:
         is_best = same_trial(result, best)
-        params = [brief(result.spec.params.get(key)) for key in varying]
         on_front = len(front) > 1 and any(same_trial(result, other) for other in front)
-        cells = ["*" if is_best else "+" if on_front else "", result.spec.name, *params, *_cells(result, workload)]
-        table.add_row(*map(Text, cells), style="bold green" if is_best else _style(result, workload))
+        mark = "*" if is_best else "+" if on_front else ""
+        params = [_param(result, key) for key in varying]
+        words = [mark, result.spec.name, *params, *(cells[id(result)][name] for name in shown)]
+        table.add_row(*map(Text, words), style="bold green" if is_best else _style(result, workload))
     return table
 
 
-def _cells(result: TrialResult, workload: str) -> list[str]:
+def _param(result: TrialResult, key: str) -> str:
+    return brief(result.spec.params.get(key))
+
+
+def _cells(result: TrialResult, workload: str) -> dict[str, str]:
     measurement = result.measurements.get(workload)
     found = measurement.metrics if measurement else {}
-    decode = found.get("decode_tok_s")
+    decode, prefill = found.get("decode_tok_s"), found.get("prefill_tok_s")
+    # With text to decode, the prefill rate would only repeat the TTFT.
+    headline = decode or prefill
     verdict = result.verdicts.get(workload)
-    return [
-        str(result.status),
-        interval(decode, ".1f"),
-        number(found.get("ttft_s") or found.get("ttft_p50_s"), ".3f"),
-        number(found.get("acceptance_rate"), ".2f"),
-        number(found.get("acceptance_length"), ".2f"),
-        _memory(result),
-        number(found.get("speedup"), ".2f", "x"),
-        str(verdict.level) if verdict else "-",
-        str(decode.n) if decode else "-",
-    ]
+    return {
+        "status": str(result.status),
+        "decode tok/s": interval(decode, ".1f"),
+        "prefill tok/s": "-" if decode else interval(prefill, ".0f"),
+        "TTFT s": number(found.get("ttft_s") or found.get("ttft_p50_s"), ".3f"),
+        "acc. rate": number(found.get("acceptance_rate"), ".2f"),
+        "acc. len": number(found.get("acceptance_length"), ".2f"),
+        "memory": _memory(result),
+        "speed-up": number(found.get("speedup"), ".2f", "x"),
+        "verdict": str(verdict.level) if verdict else "-",
+        "n": str(headline.n) if headline else "-",
+    }
 
 
 def _style(result: TrialResult, workload: str) -> str:
@@ -142,18 +170,26 @@ def _memory(result: TrialResult) -> str:
 
 
 def _explanations(trials: Sequence[TrialResult]) -> RenderableType:
-    """Why a trial has no number, and what helps; why a number may not be believed."""
-    lines: list[Text] = []
+    """Why a trial has no number, and what helps; why a number may not be believed, once for all its workloads."""
+    lines: list[str] = []
+    notes: dict[str, list[str]] = {}
     for result in trials:
         if result.status not in (TrialStatus.COMPLETE, TrialStatus.PRUNED):
             cause = f" ({result.cause})" if result.cause else ""
-            lines.append(Text(f"{result.spec.name}: {result.status}{cause}: {result.reason or 'no reason recorded'}"))
-            if result.lever:
-                lines.append(Text(f"    what helps: {result.lever}"))
+            lines.append(f"{result.spec.name}: {result.status}{cause}: {result.reason or 'no reason recorded'}")
+            lines += [f"    what helps: {result.lever}"] if result.lever else []
+        found: dict[str, list[tuple[str, str]]] = {}
         for workload, verdict in result.verdicts.items():
             for reason in verdict.reasons:
-                lines.append(Text(f"{result.spec.name}: {workload}: {verdict.level}: {reason.code}: {reason.detail}"))
-    return Group(Text(""), *lines) if lines else Group()
+                found.setdefault(reason.code, []).append((workload, reason.detail))
+        for code, seen in found.items():
+            if LEVELS.get(code) is Level.VALID:
+                notes.setdefault(code, []).append(result.spec.name)
+                continue
+            where = ", ".join(workload for workload, _ in seen)
+            lines.append(f"{result.spec.name}: {where}: {LEVELS.get(code, Level.SUSPECT)}: {code}: {seen[0][1]}")
+    lines += [f"note: {code} in {', '.join(names)} (see docs/definitions.md)" for code, names in notes.items()]
+    return Group(Text(""), *map(Text, lines)) if lines else Group()
 
 
 def _footnotes(trials: Sequence[TrialResult]) -> RenderableType:
