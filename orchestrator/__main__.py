@@ -70,7 +70,9 @@ def tune(
         try:
             _run_campaign(experiment, conf, interrupts, resume=resume, address=address, as_json=as_json)
         except KeyboardInterrupt:
-            _say(f"interrupted ({interrupts.signal or 'SIGTERM'}); finish it with: {_resume_command(conf, overrides)}")
+            _say(
+                f"interrupted ({interrupts.signal or 'SIGTERM'}); finish it with: {_resume_command(conf, overrides, address)}"
+            )
             raise typer.Exit(interrupt.EXIT_CODE) from None
 
 
@@ -130,8 +132,9 @@ def _end_without_ray(running: Campaign, why: str) -> None:
     os._exit(MachineError.exit_code)
 
 
-def _resume_command(conf: Path, overrides: list[str] | None) -> str:
-    return shlex.join(["python", "-m", "orchestrator", "tune", str(conf), *(overrides or []), "--resume"])
+def _resume_command(conf: Path, overrides: list[str] | None, address: str | None) -> str:
+    cluster = ["--address", address] if address else []
+    return shlex.join(["python", "-m", "orchestrator", "tune", str(conf), *(overrides or []), *cluster, "--resume"])
 
 
 def _show_results(
