@@ -130,7 +130,7 @@ def test_doctor_names_what_is_missing(run: Run) -> None:
     checks = {check["name"]: check for check in json.loads(out)["checks"]}
     assert checks["configuration"]["ok"] is True
     assert checks["GPUs"]["ok"] is False
-    assert "2 needed on one node, 0 here" in checks["GPUs"]["detail"]
+    assert "2 needed on one node: none here" in checks["GPUs"]["detail"]
 
 
 @pytest.mark.parametrize("verb", ["tune", "results", "compare", "promote", "bench", "doctor", "ui", "engine"])
