@@ -17,6 +17,7 @@ from orchestrator.config import Experiment, TrialSpec
 from orchestrator.engines import ENGINES
 from orchestrator.engines.flags import check_flags
 from orchestrator.errors import OrchestratorError
+from orchestrator.keeper import SHM
 from orchestrator.tracking import Tracker
 from orchestrator.workload import load_texts
 
@@ -213,10 +214,10 @@ def _limits(experiment: Experiment) -> Iterator[Check]:
     wanted = "" if soft >= WANTED_OPEN_FILES else f"; many streams at once need {WANTED_OPEN_FILES}: ulimit -n"
     yield Check(name="open files", ok=None if wanted else True, detail=f"limit {soft}{wanted}")
     if experiment.placement.gpus > 1:
-        free_gib = shutil.disk_usage(leftovers.SHM).free / host.GIB
+        free_gib = shutil.disk_usage(SHM).free / host.GIB
         enough = free_gib >= WANTED_SHM_GIB
         more = "" if enough else f"; the workers of an engine need {WANTED_SHM_GIB:.0f} GiB (docker: --shm-size)"
-        yield Check(name="shared memory", ok=enough, detail=f"{leftovers.SHM}: {free_gib:.1f} GiB free{more}")
+        yield Check(name="shared memory", ok=enough, detail=f"{SHM}: {free_gib:.1f} GiB free{more}")
 
 
 def _mlflow(experiment: Experiment) -> Iterator[Check]:

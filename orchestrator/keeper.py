@@ -13,17 +13,21 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import select
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 KILL_WAIT_S = 10.0
+SHM = Path("/dev/shm")
 HURRIED_GRACE_S = 3.0
 SHORTEST_POLL_S, LONGEST_POLL_S = 0.02, 0.2
 
@@ -90,6 +94,28 @@ def _end_all(engine_pid: int, owner: socket.socket, grace_s: float) -> tuple[int
     return code, [p.pid for p in _descendants()]
 
 
+def shared_memory(pids: Iterable[int]) -> frozenset[Path]:
+    """The files in /dev/shm that these processes have open or mapped."""
+    found: set[Path] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            found |= {Path(text) for text in re.findall(r"/dev/shm/\S+", Path(f"/proc/{pid}/maps").read_text())}
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    target = Path(os.readlink(link))
+                    found |= {target} if target.parent == SHM else set()
+    return frozenset(found)
+
+
+def _remove_unused(files: frozenset[Path], since_s: float) -> None:
+    """Remove what the engine had in shared memory, as far as it made it and nobody has it now: killed, it cannot."""
+    for path in files - shared_memory(psutil.pids()) if files else ():
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            if status.st_uid == os.getuid() and status.st_ctime >= since_s:
+                path.unlink()
+
+
 def _in_a_hurry(owner: socket.socket) -> bool:
     """Whether the owner vanished or asked for a quick end; with messages of ours unread, its end is a reset."""
     try:
@@ -104,6 +130,7 @@ def main() -> int:
     owner = socket.socket(fileno=int(sys.argv[1]))
     grace_s = float(sys.argv[2])
     command = sys.argv[4:]
+    started_s = time.time() - 1.0
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -139,9 +166,11 @@ def main() -> int:
                 grace_s = min(grace_s, HURRIED_GRACE_S)
     if code is not None:
         tell(exit=code)
+    files = shared_memory([process.pid for process in _descendants()])
     late, left = _end_all(engine.pid, owner, grace_s)
     if code is None:
         tell(exit=late)
+    _remove_unused(files, started_s)
     tell(left=left)
     return 0
 

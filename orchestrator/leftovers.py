@@ -15,9 +15,10 @@ from pathlib import Path
 
 import psutil
 
+from orchestrator.keeper import SHM, shared_memory
+
 # Value: NAMESPACE:PID:START:LAUNCH of the owner.
 MARKER = "ORCHESTRATOR_OWNER"
-SHM = Path("/dev/shm")
 KILL_WAIT_S = 10.0
 
 
@@ -79,19 +80,6 @@ def _start_ticks(pid: int) -> str | None:
 def _namespace() -> str:
     """Pids of another container mean other processes, even where its processes are visible here."""
     return os.readlink("/proc/self/ns/pid").strip("pid:[]")
-
-
-def shared_memory(pids: frozenset[int]) -> frozenset[Path]:
-    """The files in /dev/shm that these processes have open or mapped."""
-    found: set[Path] = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            found |= {Path(text) for text in re.findall(r"/dev/shm/\S+", Path(f"/proc/{pid}/maps").read_text())}
-            for link in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(OSError):
-                    target = Path(os.readlink(link))
-                    found |= {target} if target.parent == SHM else set()
-    return frozenset(found)
 
 
 def remove_shared_memory(known: frozenset[Path], pids: frozenset[int], since_s: float) -> tuple[Path, ...]:

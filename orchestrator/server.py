@@ -26,6 +26,7 @@ from orchestrator.client import Target
 from orchestrator.config import EngineSpec
 from orchestrator.engines.base import Diagnosis, Engine, LaunchPlan, TrialStatus
 from orchestrator.errors import EngineFailure, MachineError
+from orchestrator.keeper import shared_memory
 from orchestrator.memory import tree_pids
 from orchestrator.readiness import wait_ready
 
@@ -117,7 +118,7 @@ class Server:
         """Remember what would be left if every process of the engine were killed now."""
         pids = self.pids()
         self._seen_pids |= pids | ({self.pid} if self.pid else set())
-        self._shared_memory |= leftovers.shared_memory(pids)
+        self._shared_memory |= shared_memory(pids)
 
     def record(self) -> dict[str, Any]:
         """What is written down of this start: argv, environment (secrets masked), where it ran."""

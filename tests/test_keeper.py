@@ -179,3 +179,23 @@ def test_an_owner_in_a_hurry_is_not_kept_waiting(tmp_path: Path) -> None:
     assert time.monotonic() - began < 10
     assert keeper.messages()["left"] == []
     assert keeper.alive() == []
+
+
+MAPPED = """
+import time
+from multiprocessing import resource_tracker, shared_memory
+memory = shared_memory.SharedMemory(create=True, size=4096)
+resource_tracker.unregister(memory._name, "shared_memory")
+print(memory.name, flush=True)
+time.sleep(120)
+"""
+
+
+def test_shared_memory_goes_though_owner_and_engine_were_killed(tmp_path: Path) -> None:
+    keeper = Kept(tmp_path, command=[sys.executable, "-c", MAPPED])
+    assert keeper.process.stdout is not None
+    path = Path("/dev/shm") / keeper.process.stdout.readline().decode().strip()
+    assert path.is_file()
+    keeper.owner_end.close()
+    keeper.process.wait(15)
+    assert not path.exists()
