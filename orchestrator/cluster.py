@@ -32,7 +32,7 @@ from ray._raylet import Config  # type: ignore[attr-defined]
 from orchestrator.config import Placement
 from orchestrator.errors import MachineError
 
-START_TIMEOUT_S, STOP_GRACE_S = 60.0, 10.0
+START_TIMEOUT_S, STOP_GRACE_S = 60.0, 4.0
 OBJECT_STORE_BYTES = 96 << 20
 HEAD_RESOURCE = "node:__internal_head__"
 
@@ -232,6 +232,8 @@ def _environment() -> dict[str, str]:
     package_root = str(Path(__file__).resolve().parent.parent)
     # Ray listens on every interface whatever address it is given: nobody without the user's token may give it work.
     env["RAY_AUTH_MODE"] = "token"
+    # As where it was measured (nodes.py): a served engine does not yield to everybody else on the machine.
+    env.setdefault("RAY_worker_niceness", "0")
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, env.get("PYTHONPATH")]))
     return env
 

@@ -42,6 +42,15 @@ def test_a_head_is_found_again_and_ended_alone(
     members, strangers = family(head), family(foreign)
     assert {"gcs_server", "raylet"} <= {process.name() for process in members}
 
+    # A campaign that is started meanwhile gets a Ray of its own.
+    code = (
+        "from orchestrator import nodes; import ray\n"
+        "with nodes.connected(None):\n    print(ray.get_runtime_context().gcs_address)"
+    )
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    ports = {each.address.rpartition(":")[2] for each in (head, foreign)}
+    assert asked.stdout.strip().splitlines()[-1].rpartition(":")[2] not in ports
+
     began = time.monotonic()
     assert cluster.stop_head(mine)
     assert time.monotonic() - began < 30
