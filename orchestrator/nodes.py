@@ -19,6 +19,8 @@ for _name, _value in {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_AIR_NEW_OUTPUT": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray's workers, and with them our engines, would run at niceness 15 and yield to everybody while being measured.
+    "RAY_worker_niceness": "0",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
     "TUNE_MAX_PENDING_TRIALS_PG": "64",
