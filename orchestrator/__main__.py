@@ -71,7 +71,8 @@ def tune(
             _run_campaign(experiment, conf, interrupts, resume=resume, address=address, as_json=as_json)
         except KeyboardInterrupt:
             _say(
-                f"interrupted ({interrupts.signal or 'SIGTERM'}); finish it with: {_resume_command(conf, overrides, address)}"
+                f"interrupted ({interrupts.signal or 'SIGTERM'}); "
+                f"finish it with: {_resume_command(conf, overrides, address)}"
             )
             raise typer.Exit(interrupt.EXIT_CODE) from None
 
@@ -343,34 +344,31 @@ def promote(
     experiment = config.load(conf, overrides)
     search.check(experiment)
     if status:
-        _tell(serving.status(experiment, address=address), as_json)
+        told = serving.status(experiment, address=address).document()
+        _emit(told) if as_json else _pairs(told)
     elif stop:
         ran = serving.stop(experiment, address=address, say=_say)
         _emit({"stopped": ran}) if as_json else _say("stopped" if ran else "nothing was served")
     elif export is not None:
         from orchestrator import export as exporting
+        from orchestrator import gate
 
-        _tell(exporting.export(experiment, run, export), as_json)
+        files = [str(path) for path in exporting.export(experiment, gate.candidate(experiment, run), export)]
+        _emit({"files": files}) if as_json else print("\n".join(files))
     else:
-        report_ = (
+        done = (
             serving.rollback(experiment, address=address, say=_say)
             if rollback
             else serving.promote(experiment, run_id=run, address=address, force=force, say=_say)
         )
-        _tell(report_, as_json)
-        raise typer.Exit(report_.exit_code)
+        _emit(done.document()) if as_json else print(f"{done.decision}: {done.reason}\n{done.url}")
+        raise typer.Exit(done.exit_code)
 
 
-class _Reported(Protocol):
-    def document(self) -> dict[str, Any]: ...
-    def lines(self) -> list[str]: ...
-
-
-def _tell(told: _Reported, as_json: bool) -> None:
-    if as_json:
-        _emit(told.document())
-    else:
-        print("\n".join(told.lines()))
+def _pairs(document: dict[str, Any]) -> None:
+    """A small document for a person: what is known, one line each."""
+    rows = [[key.replace("_", " "), str(value)] for key, value in document.items() if value is not None]
+    report.people_console(sys.stdout).print(report.plain_table(["", ""], rows))
 
 
 def _next_commands(conf: Path) -> None:
