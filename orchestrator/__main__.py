@@ -8,7 +8,7 @@ import shlex
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -367,7 +367,10 @@ def promote(
 
 def _pairs(document: dict[str, Any]) -> None:
     """A small document for a person: what is known, one line each."""
-    rows = [[key.replace("_", " "), str(value)] for key, value in document.items() if value is not None]
+    flat = {key: value for key, value in document.items() if not isinstance(value, dict)}
+    for inner in (value for value in document.values() if isinstance(value, dict)):
+        flat |= {key: value for key, value in inner.items() if not isinstance(value, dict | list) and key not in flat}
+    rows = [[key.replace("_", " "), str(value)] for key, value in flat.items() if value is not None]
     report.people_console(sys.stdout).print(report.plain_table(["", ""], rows))
 
 
