@@ -22,7 +22,7 @@ PUBLISHED = (
 Run = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture()
+@pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
     """run(*words) -> (exit code, stdout, stderr), in an empty folder that has this project's conf."""
     (tmp_path / "conf").symlink_to(ROOT / "conf")
