@@ -178,9 +178,6 @@ class _Feed(Searcher):
     def save(self, checkpoint_path: str) -> None:
         Path(checkpoint_path).touch()
 
-    def restore(self, checkpoint_path: str) -> None:
-        raise NotImplementedError(f"a campaign resumes from its folder, not from {checkpoint_path}")
-
 
 def _result_of(placed: _Placed, result: dict[str, Any] | None, workdir: Path) -> TrialResult:
     """The TrialResult a trial reported; a trial whose process died is infrastructure."""
