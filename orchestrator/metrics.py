@@ -43,7 +43,8 @@ class RequestTrace:
 
     sent_s: request sent; scheduled_s: when the open-loop schedule wanted it sent (None in a closed loop).
     chunk_times_s: arrival of each chunk that carries text (content, reasoning or tool call), stamped before parsing.
-    chunk_tokens: tokens in each of those chunks, from continuous usage; None when the server does not tell.
+    chunk_tokens: tokens in each of those chunks, from continuous usage; None when the server does not tell. Tokens
+    after the last text (an end-of-text mark) are in completion_tokens and in no chunk.
     first_content_s: first chunk of content proper (None when there was only reasoning, or nothing).
     prompt_tokens, completion_tokens, cached_tokens: the server's usage; None when it did not tell.
     error: the first error as one line; a request with an error never enters a latency.
@@ -112,11 +113,11 @@ def e2e_s(trace: RequestTrace) -> float | None:
 
 
 def tpot_s(trace: RequestTrace) -> float | None:
-    """(last text chunk - first text chunk) / (completion_tokens - tokens in the first text chunk)."""
+    """(last text chunk - first text chunk) / (tokens up to the last text chunk - tokens in the first)."""
     if trace.completion_tokens is None or len(trace.chunk_times_s) < 2:
         return None
-    first = trace.chunk_tokens[0] if trace.chunk_tokens else 1
-    return over(trace.chunk_times_s[-1] - trace.chunk_times_s[0], trace.completion_tokens - first)
+    decoded = sum(trace.chunk_tokens[1:]) if trace.chunk_tokens else trace.completion_tokens - 1
+    return over(trace.chunk_times_s[-1] - trace.chunk_times_s[0], decoded)
 
 
 def decode_tok_s(trace: RequestTrace) -> float | None:

@@ -117,13 +117,10 @@ class Reply:
 
     @property
     def chunk_tokens(self) -> tuple[int, ...] | None:
-        """Tokens in each text chunk, from the running usage; None unless every chunk told it."""
+        """Tokens in each text chunk, those without text before it included; None unless every chunk told it."""
         running = [tokens for tokens in self.text_tokens if tokens is not None]
         if not running or len(running) < len(self.text_tokens):
             return None
-        if self.completion_tokens is not None:
-            # Tokens without text of their own (an end-of-text mark) came after the last text: they stay with it.
-            running[-1] = max(running[-1], self.completion_tokens)
         return tuple(after - before for before, after in zip([0, *running], running, strict=False))
 
     def take(self, arrived_s: float, piece: bytes) -> None:

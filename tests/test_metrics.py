@@ -64,6 +64,13 @@ def test_several_tokens_in_a_chunk():
     assert metrics.tpot_s(untold) == pytest.approx(19 * 0.03 / 59)
 
 
+def test_a_token_that_ends_the_text_has_no_time_of_its_own():
+    """Four tokens of text 0.1 s apart, then an end-of-text mark: the rate is 10 tok/s, not 13."""
+    told = trace(times_s=(1.0, 1.1, 1.2, 1.3), completion_tokens=5, chunk_tokens=(1, 1, 1, 1))
+    assert metrics.decode_tok_s(told) == pytest.approx(10.0)
+    assert metrics.decode_tok_s(replace(told, chunk_tokens=None)) == pytest.approx(4 / 0.3)
+
+
 @pytest.mark.parametrize(
     "left_out",
     [
