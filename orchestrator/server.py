@@ -189,7 +189,7 @@ def running(
     leftovers.sweep()
     with (
         claims.reserved_port(ports) as port,
-        claims.cache_slot(Path(spec.root) / ".engines" / "cache") as caches,
+        claims.cache_slot(Path(spec.root) / ".engines" / ".cache") as caches,
         claims.scrap_folder() as scraps,
     ):
         plan = engine.plan(spec, port, workdir)

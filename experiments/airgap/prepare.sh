@@ -19,7 +19,7 @@ for name in "$@"; do
       ;;
   esac
 done
-maker=$(ls -d .engines/vllm/bin/python .engines/sglang/bin/python 2>/dev/null | head -n 1)
+maker=$(ls -d .engines/vllm/bin/python .engines/sglang/bin/python 2>/dev/null | head -n 1 || true)
 if [ -n "$maker" ] && [ ! -f .models/dsv4-flash-24l/config.json ]; then
   "$maker" experiments/h200-dspark-k-sweep/make_model.py .models/dsv4-flash-24l --layers 24
 fi
