@@ -197,7 +197,7 @@ def _ports(experiment: Experiment) -> Iterator[Check]:
 
 def _disks(experiment: Experiment) -> Iterator[Check]:
     yield _disk("results", Path(experiment.tracking.folder).absolute())
-    yield _disk("caches", Path(experiment.engine.root).absolute() / ".engines" / "cache")
+    yield _disk("caches", Path(experiment.engine.root).absolute() / ".engines" / ".cache")
 
 
 def _disk(name: str, folder: Path) -> Check:

@@ -167,7 +167,7 @@ CAUSES: dict[str, Cause] = {
         (
             "cache_broken",
             "a compile cache is damaged",
-            "remove the cache folder of this slot below .engines/cache; it is made anew",
+            "remove the cache folder of this slot below .engines/.cache; it is made anew",
         ),
         ("disk_full", "there is no space left on a disk or in /dev/shm", "make room; /dev/shm counts as memory"),
         (
