@@ -16,6 +16,7 @@ from rich.console import Console
 from orchestrator import airgap, config, doctor, environments, interrupt, plans, report, search, tracking
 from orchestrator import unpack as unpacking
 from orchestrator.errors import ConfigError, MachineError, OrchestratorError
+from orchestrator.verdict import LEVELS
 
 if TYPE_CHECKING:
     from orchestrator.campaign import Campaign
@@ -233,7 +234,7 @@ def bench(
         table = report.measurements_table({name: run.measurement for name, run in benched.runs.items()})
         report.people_console(sys.stdout).print(table)
         for reason in benched.verdict.reasons:
-            _say(f"{benched.verdict.level}: {reason.code}: {reason.detail}")
+            _say(f"{LEVELS[reason.code]}: {reason.code}: {reason.detail}")
     if not benched.is_valid:
         raise typer.Exit(1)
 
