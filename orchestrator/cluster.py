@@ -226,9 +226,13 @@ def _start_command(address: str, temp_dir: str, num_gpus: int | None, dashboard_
     ]
 
 
+# A head is a cluster that others join; what this process was told about its own Ray does not hold for it.
+NOT_A_HEADS = ("RAY_ADDRESS", "RAY_JOB_ID", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
+
+
 def _environment() -> dict[str, str]:
     """Ours, with this package importable in every worker however it was found here."""
-    env = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_JOB_ID")}
+    env = {name: value for name, value in os.environ.items() if name not in NOT_A_HEADS}
     package_root = str(Path(__file__).resolve().parent.parent)
     # Ray listens on every interface whatever address it is given: nobody without the user's token may give it work.
     env["RAY_AUTH_MODE"] = "token"

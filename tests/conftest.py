@@ -24,10 +24,15 @@ _FOUND = [name for name in os.environ if name.startswith(_OURS) or name.upper().
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the person who runs the tests has set for engines, trackers and clusters does not reach them."""
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What the person who runs the tests has set for engines, trackers and clusters does not reach them.
+
+    Nor does what a command run in this process sets for its own Ray reach the next test.
+    """
     for name in _FOUND:
         monkeypatch.delenv(name, raising=False)
+    yield
+    os.environ.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None)
 
 
 @pytest.fixture
