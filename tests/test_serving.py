@@ -228,7 +228,7 @@ def test_what_dies_in_service_is_replaced(service: Callable[..., Experiment], tm
     experiment = service("dying")
     record = tmp_path / "starts.jsonl"
     (run_id,) = bench.record(experiment, bench.result(experiment, "mortal", tokens_per_s=200, record=str(record)))
-    assert serving.promote(experiment).decision == "promoted"
+    assert serving.promote(experiment, force=True).decision == "promoted"
     body = {"model": "served", "prompt": "once", "max_tokens": 20_000, "stream": True}
 
     for victim in ("engine", "replica"):
