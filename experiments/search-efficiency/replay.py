@@ -1,12 +1,12 @@
 """How much measuring do early stopping and ordering save, and do they change the winner? A replay, no engine runs.
 
-    python experiments/search-efficiency/replay.py [--seeds 100] [--noise 0.03]
+    python experiments/search-efficiency/replay.py [--first-seed 0] [--seeds 100] [--noise 0.03] [--results results.csv]
 
 Every point of a published curve (experiments/reference) "measures" its published rate times log-normal noise, one
 draw per repeat. All strategies see the same draws, so that differences come from the strategy alone. The strategies
 run the program's own code: search.in_order, search.clearly_worse and search.select; Tune's own ASHA scheduler; and
 Optuna's TPE sampler. Time is measuring time: the published tokens over the drawn rate, engine starts left out.
-Writes results.csv and savings.png beside this file.
+Writes results.csv and results.png beside this file.
 """
 
 from __future__ import annotations
@@ -206,23 +206,24 @@ def campaign(
     return best.spec.name if best else "none", replay.spent_s, len(results)
 
 
-def table(noise: float, seeds: int) -> list[dict[str, object]]:
+def table(noise: float, seeds: range) -> list[dict[str, object]]:
     """One row per curve, number of repeats and strategy."""
     rows: list[dict[str, object]] = []
     for curve in curves():
         for repeats in (3, 5):
             experiment = experiment_of(curve, repeats)
             run = partial(campaign, curve, experiment, search.points(experiment)[0], noise)
-            reference = [run(seed, "grid") for seed in range(seeds)]
+            reference = [run(seed, "grid") for seed in seeds]
             for name in STRATEGIES:
-                runs = reference if name == "grid" else [run(seed, name) for seed in range(seeds)]
+                runs = reference if name == "grid" else [run(seed, name) for seed in seeds]
                 pairs = list(zip(runs, reference, strict=True))
                 rows.append(
                     {
                         "curve": curve.name,
                         "repeats": repeats,
                         "strategy": name,
-                        "seeds": seeds,
+                        "first_seed": seeds.start,
+                        "seeds": len(seeds),
                         "noise": noise,
                         "same_winner": sum(mine[0] == full[0] for mine, full in pairs),
                         "saved_share": round(1 - sum(m[1] for m, _ in pairs) / sum(f[1] for _, f in pairs), 3),
@@ -249,15 +250,18 @@ def draw_figure(rows: list[dict[str, object]], path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--noise", type=float, default=0.03, help="relative standard deviation of one repeat")
+    parser.add_argument("--results", default="results.csv", help="file beside this one; the figure has its name")
     options = parser.parse_args()
-    rows = table(options.noise, options.seeds)
-    with (HERE / "results.csv").open("w", newline="", encoding="utf-8") as file:
+    rows = table(options.noise, range(options.first_seed, options.first_seed + options.seeds))
+    path = HERE / options.results
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    draw_figure([_in_percent(row, options.seeds) for row in rows], HERE / "savings.png")
+    draw_figure([_in_percent(row, options.seeds) for row in rows], path.with_suffix(".png"))
     print(markdown(rows))
     return 0
 
