@@ -22,13 +22,12 @@ from orchestrator.config import Experiment, Placement
 from orchestrator.errors import MachineError, PromotionError
 from orchestrator.gateway import GATEWAY, Door, gateway, gateway_name, is_loopback
 from orchestrator.relay import digest
-from orchestrator.service import ENGINE, Order, engines
+from orchestrator.service import DRAIN_S, ENGINE, Order, engines
 
 POLL_S = 0.25
 CALL_TIMEOUT_S = 15.0
 # A pause ends by itself when the command that holds it is gone.
 PAUSE_TTL_S, PAUSE_RENEW_S = 20.0, 5.0
-DRAIN_S = 30.0
 DELETE_TIMEOUT_S = 240.0
 _STARTED_NOT = re.compile(r"engine did not start: (.*)")
 

@@ -89,9 +89,14 @@ class Gateway:
     def _on_loop(self, job: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(job, self._loop).result(timeout=30)
 
-    async def report(self, replica: str, state: Mapping[str, Any]) -> None:
-        """An engine tells where it is; ready False takes it out at once."""
-        self._loop.call_soon_threadsafe(self._take_report, replica, dict(state))
+    async def report(self, replica: str, state: Mapping[str, Any]) -> int:
+        """An engine tells where it is; ready False takes it out at once. Returns the requests at it now."""
+
+        def take() -> int:
+            self._take_report(replica, state)
+            return self._relay.in_flight[replica]
+
+        return cast("int", await self._called(take))
 
     def _take_report(self, replica: str, state: Mapping[str, Any]) -> None:
         if state["ready"]:

@@ -21,6 +21,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
 from ray import serve
+from ray.serve.config import AutoscalingContext
 
 from orchestrator import server
 from orchestrator.cluster import is_head_node
@@ -33,6 +34,10 @@ from orchestrator.relay import Relay, digest
 from orchestrator.server import Server
 
 ENGINE = "Engine"
+# How long the running requests of an engine that is to go are waited for.
+DRAIN_S = 30.0
+# The replica's measure that Serve's autoscaling decides by.
+IN_FLIGHT = "in_flight"
 # Stands for a secret whose value is written nowhere: it is taken from the environment where the engine starts.
 MASKED = "****"
 # The GPUs of an engine that was killed stay busy for some seconds; its successor waits for them.
@@ -85,7 +90,9 @@ class EngineReplica:
         self._starting: Server | None = None
         self._server: Server | None = None
         self._ended: str | None = None
-        self._up, self._stop = threading.Event(), threading.Event()
+        self._in_flight = 0
+        self._reporting: threading.Thread | None = None
+        self._up, self._leaving, self._stop = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         await asyncio.to_thread(self._up.wait)
@@ -132,7 +139,10 @@ class EngineReplica:
         self._starting = starting
 
     async def _report(self) -> None:
-        """Tell the gateway twice a second where this engine is, and at once when it has ended."""
+        """Tell the gateway twice a second where this engine is, and at once when it has ended or is to go.
+
+        Returns when that is so and, for an engine that is to go, when it has no more requests.
+        """
         assert self._server is not None
         gateway = serve.get_deployment_handle(GATEWAY, gateway_name(serve.get_replica_context().app_name))
         record = {
@@ -143,15 +153,16 @@ class EngineReplica:
         async with self._reachable() as backend:
             state = {**asdict(backend), "run_id": self._order.run_id, "version": self._order.version, "record": record}
             while True:
-                ready = self._ended is None and not self._stop.is_set()
+                ended, leaving, in_flight = self._ended is not None, self._leaving.is_set(), 0
                 # A gateway that is being replaced hears it in the next round.
                 with contextlib.suppress(Exception):
-                    call = gateway.report.remote(self._replica, {**state, "ready": ready})
-                    await asyncio.wait_for(call, REPORT_TIMEOUT_S)
-                if not ready:
+                    call = gateway.report.remote(self._replica, {**state, "ready": not (ended or leaving)})
+                    in_flight = await asyncio.wait_for(call, REPORT_TIMEOUT_S)
+                self._in_flight = in_flight
+                if ended or self._stop.is_set() or (leaving and not in_flight):
                     return
                 for _ in range(int(REPORT_PERIOD_S / 0.05)):
-                    if self._ended is None and not self._stop.is_set():
+                    if self._ended is None and self._leaving.is_set() == leaving:
                         await asyncio.sleep(0.05)
 
     @contextlib.asynccontextmanager
@@ -172,6 +183,10 @@ class EngineReplica:
         finally:
             await relay.stop()
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Asked by Serve: the requests at this engine, as the gateway last said."""
+        return {IN_FLIGHT: self._in_flight}
+
     def check_health(self) -> None:
         if self._ended is not None:
             raise RuntimeError(f"engine ended: {self._ended}")
@@ -179,11 +194,21 @@ class EngineReplica:
     def __del__(self) -> None:
         if not hasattr(self, "_thread"):
             return
+        self._leaving.set()
+        if self._reporting is not None:
+            self._reporting.join(DRAIN_S)
         self._stop.set()
         if self._server is None and self._starting is not None:
             # Its start is not waited for: the keeper ends it, and with that the start has failed.
             self._starting.keeper.terminate()
         self._thread.join()
+
+
+def by_requests_in_flight(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+    """Serve's own rule, requests / target_ongoing_requests, on the gateway's count: Serve itself sees no request."""
+    counted = (context.aggregated_metrics or {}).get(IN_FLIGHT, {})
+    assert context.config is not None
+    return sum(counted.values()) / context.config.target_ongoing_requests, {}
 
 
 def engines(args: Mapping[str, Any]) -> serve.Application:
@@ -210,7 +235,8 @@ def engines(args: Mapping[str, Any]) -> serve.Application:
     if wanted:
         options["placement_group_bundle_label_selector"] = [{label: wanted}]
     if args.get("autoscaling"):
-        options["autoscaling_config"] = dict(args["autoscaling"])
+        policy = {"policy_function": f"{__name__}:{by_requests_in_flight.__name__}"}
+        options["autoscaling_config"] = {"policy": policy, **args["autoscaling"]}
     else:
         options["num_replicas"] = args["replicas"]
     return serve.deployment(**options)(EngineReplica).bind(asdict(order))

@@ -255,6 +255,52 @@ def test_what_dies_in_service_is_replaced(service: Callable[..., Experiment], tm
         until(lambda: len(running(record)) == 1, 15)
 
 
+def test_engines_come_and_go_with_the_requests(service: Callable[..., Experiment]) -> None:
+    scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2, "metrics_interval_s": 0.5}
+    hasty = {"look_back_period_s": 1, "upscale_delay_s": 1, "downscale_delay_s": 2}
+    experiment = service("scaling", autoscaling={**scaling, **hasty})
+    bench.record(experiment, bench.result(experiment, "scaling", tokens_per_s=50))
+    assert serving.promote(experiment).decision == "promoted"
+    assert served(experiment)["engines"] == 1
+    body = {"model": "served", "prompt": "once", "max_tokens": 100, "ignore_eos": True}
+    answers: list[tuple[int, str]] = []
+    done = threading.Event()
+
+    def ask() -> None:
+        while not done.is_set():
+            answers.append(get(experiment, "/v1/completions", body))
+
+    users = [threading.Thread(target=ask) for _ in range(4)]
+    for user in users:
+        user.start()
+    try:
+        until(lambda: served(experiment)["engines"] == 2)
+        # Both get requests: each sample of the merged page tells its replica.
+        until(lambda: len({line for line in get(experiment, "/metrics")[1].splitlines() if _is_busy(line)}) == 2)
+    finally:
+        done.set()
+        for user in users:
+            user.join()
+    assert {status for status, _ in answers} == {200}
+
+    # Two requests, one at each engine, are work for one: the other goes, and its request is waited for.
+    long = {**body, "max_tokens": 700, "stream": True}
+    answers.clear()
+    last = [threading.Thread(target=lambda: answers.append(get(experiment, "/v1/completions", long))) for _ in range(2)]
+    for user in last:
+        user.start()
+    until(lambda: served(experiment)["engines"] == 1, 12)
+    assert served(experiment)["in_flight"] == 2
+    for user in last:
+        user.join()
+    assert [text.rstrip().endswith("data: [DONE]") for _, text in answers] == [True, True]
+    assert served(experiment)["verified"]
+
+
+def _is_busy(line: str) -> bool:
+    return line.startswith("vllm:num_requests_running{") and float(line.split()[-1]) > 0
+
+
 def test_a_killed_driver_leaves_a_service_that_the_next_command_manages(
     service: Callable[..., Experiment], folder: Path
 ) -> None:
