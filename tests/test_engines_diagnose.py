@@ -90,6 +90,12 @@ def sglang_log(message: str, *before: str, rank: str = " TP0") -> str:
         ("vllm_cpu_fail_port_in_use.log", INFRASTRUCTURE, "port_taken", "[Errno 98] Address already in use"),
         ("vllm_cpu_fail_spec_zero.log", REFUSED, "bad_value", "Input should be greater than 0"),
         ("vllm_cpu_fail_unknown_model.log", REFUSED, "model_missing", "Repo id must be in the form"),
+        (
+            "vllm026_h200_fail_unguarded.log",
+            INFRASTRUCTURE,
+            "script_unguarded",
+            "An attempt has been made to start a new process before the current process",
+        ),
         ("llama_fail_bad_spec.log", REFUSED, "unknown_method", "unknown speculative type: nosuch"),
     ],
 )
@@ -507,6 +513,14 @@ def test_unknown_stays_unknown_with_the_first_traceback() -> None:
     assert "Engine core initialization failed" not in found.evidence
 
 
+def test_an_exception_that_speaks_below_its_own_line_is_told_whole() -> None:
+    found = ENGINES["vllm"].diagnose(
+        vllm_log("RuntimeError: \n\n        Something of ours\n        was lost.\n\nMore."), 1
+    )
+    assert found.summary.endswith("no name yet: RuntimeError: Something of ours was lost.")
+    assert "was lost." in (found.evidence or "")
+
+
 def test_a_log_that_only_says_that_something_failed_names_no_cause() -> None:
     log = "Traceback (most recent call last):\n  File 'x'\nRuntimeError: Engine core initialization failed. See root\n"
     found = ENGINES["vllm"].diagnose(log, 1)
@@ -612,7 +626,8 @@ def test_a_front_end_that_outlives_its_engine_is_not_healthy() -> None:
 
 def test_every_cause_with_a_rule_is_tested_and_every_rule_has_a_cause() -> None:
     rows = [*VLLM_MESSAGES, *SGLANG_MESSAGES, *LLAMA_MESSAGES]
-    tested = {cause for _, cause in rows} | {"unknown_flag", "port_taken", "command_missing", "draft_weights_missing"}
+    tested = {cause for _, cause in rows} | {row[2] for row in test_recorded_failures.pytestmark[0].args[1]}  # type: ignore[attr-defined]
+    tested |= {"command_missing", "draft_weights_missing"}
     tested |= {"weights_too_large", "out_of_memory_start", "graphs_too_large", "out_of_memory_load"}
     assert set(CAUSES) - FROM_OUTSIDE == tested
     assert {rule.code for rule in RULES} <= set(CAUSES) | {"out_of_memory"}

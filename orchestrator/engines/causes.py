@@ -154,6 +154,11 @@ CAUSES: dict[str, Cause] = {
             "install the versions that were built for each other",
         ),
         (
+            "script_unguarded",
+            "the engine's worker processes ran its start script a second time",
+            'guard the script\'s call with `if __name__ == "__main__":`, or start the module with `python -m`',
+        ),
+        (
             "toolchain_missing",
             "a kernel could not be built when it was needed",
             "give the engine a CUDA toolkit (nvcc, CUDA_HOME) and ninja, or choose a backend that needs no build",

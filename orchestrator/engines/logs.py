@@ -159,7 +159,11 @@ def first_traceback(lines: Iterable[Line], derived: re.Pattern[str]) -> tuple[st
         elif process not in state:
             continue
         elif state[process] == "inside" and text and not text[0].isspace():
-            state[process] = "after"
+            # `RuntimeError: ` alone: what it says stands in the lines below, up to the next empty one.
+            state[process] = "message" if text.rstrip().endswith(":") else "after"
+        elif state[process] == "message":
+            if not text.strip() and current[process][-1].strip()[-1:] != ":":
+                state[process] = "after"
         elif state[process] == "after" and _CHAINED.match(text):
             state[process] = "chained"
         elif state[process] == "after" and text:
@@ -228,10 +232,18 @@ def _block(lines: list[Line]) -> Block:
 
 
 def _exception_line(texts: list[str]) -> str:
-    inside = False
+    """The first exception of a chain; one that says nothing on its own line with the paragraph below it."""
+    inside, words = False, ""
     for text in texts:
-        if TRACEBACK in text:
+        if words:
+            if text.strip():
+                words += f" {text.strip()}"
+            elif not words.endswith(":"):
+                return words
+        elif TRACEBACK in text:
             inside = True
         elif inside and text and not text[0].isspace():
-            return text
-    return ""
+            words = text.rstrip()
+            if not words.endswith(":"):
+                return text
+    return words

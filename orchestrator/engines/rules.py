@@ -198,6 +198,7 @@ RULES: tuple[Rule, ...] = (
         weak=True,
         lever="its program needs the metadata of {module}: start it as `python -m` with the module instead",
     ),
+    _rule("script_unguarded", r"attempt has been made to start a new process before the current process has finished"),
     _rule("module_mismatch", r"operator (?P<module>torchvision)::nms does not exist", weak=True),
     _rule("module_mismatch", r"(?<!\S)(?P<module>\S{1,300}): undefined symbol", weak=True),
     _rule(
