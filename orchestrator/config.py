@@ -411,10 +411,19 @@ def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
 def _merge(origin: str, base: Any, layer: dict[str, Any]) -> Any:
     """Merge one layer, checking it against the schema first so that the message names the layer's origin."""
     try:
-        OmegaConf.merge(OmegaConf.structured(Experiment), _expand_ladders(layer))
+        OmegaConf.merge(OmegaConf.structured(Experiment), _as_schema(layer))
         return OmegaConf.merge(base, layer)
     except (OmegaConfBaseException, ConfigError) as error:
         raise ConfigError(f"{origin}: {_sentence(error)}") from None
+
+
+def _as_schema(tree: dict[str, Any]) -> dict[str, Any]:
+    """Ladders as one workload per rung; a variable that is null is not set: null takes away an earlier layer's."""
+    engine = tree.get("engine")
+    if isinstance(engine, dict) and isinstance(engine.get("env"), dict):
+        kept = {name: value for name, value in engine["env"].items() if value is not None}
+        tree = {**tree, "engine": {**engine, "env": kept}}
+    return _expand_ladders(tree)
 
 
 def _expand_ladders(tree: dict[str, Any]) -> dict[str, Any]:
@@ -440,7 +449,7 @@ def _expand_ladders(tree: dict[str, Any]) -> dict[str, Any]:
 def _to_experiment(origin: str, merged: Any) -> Experiment:
     try:
         plain = cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=True))
-        typed = OmegaConf.merge(OmegaConf.structured(Experiment), _expand_ladders(plain))
+        typed = OmegaConf.merge(OmegaConf.structured(Experiment), _as_schema(plain))
         experiment = OmegaConf.to_object(typed)
     except (OmegaConfBaseException, ConfigError) as error:
         raise ConfigError(f"{origin}: {_sentence(error)}") from None

@@ -78,6 +78,18 @@ def test_every_workload_file_is_used_by_its_own_name(path: Path, tmp_path: Path)
     search.check(experiment)
 
 
+def test_null_takes_away_an_environment_variable_of_an_earlier_layer(tmp_path: Path) -> None:
+    body = tmp_path / "one.yaml"
+    (tmp_path / "machine").mkdir()
+    (tmp_path / "machine" / "m.yaml").write_text('engine: {env: {A: "1", B: "2"}}\n')
+    engine = "engine: {kind: vllm, model: m, env: {A: null}}"
+    search_ = "search: {grid: {engine.env.B: [null, '3']}}"
+    body.write_text(f"defaults: {{machine: m}}\n{engine}\n{search_}\nworkloads: {{w: {{}}}}\n")
+    experiment = config.load(body)
+    assert experiment.engine.env == {"B": "2"}
+    assert [spec.engine.env for spec in search.points(experiment)[0]] == [{}, {"B": "3"}]
+
+
 def test_the_published_sweep_has_seven_trials_and_the_published_flags(tmp_path: Path) -> None:
     specs, _ = search.points(config.load(CONF / "dspark.yaml"))
     assert [spec.name for spec in specs] == ["no-spec", "k=4", "k=5", "k=6", "k=7", "k=8", "k=10"]

@@ -6,6 +6,7 @@ a command line from a spec, counters from a metrics page, and an explanation fro
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -127,14 +128,17 @@ def resolve_command(spec: EngineSpec, default: list[str]) -> tuple[list[str], st
     """The command of `spec` and the folder that must lead PATH (None: PATH as it is).
 
     With `environment`, a first word without a slash is looked up in that engine environment's `bin`
-    (`ROOT/.engines/NAME/bin`, or NAME/bin when it is an absolute path).
+    (`ROOT/.engines/NAME/bin`, or NAME/bin when it is an absolute path). One that an installed environment lacks and
+    PATH has (`numactl`, `bash`) wraps the rest, whose programs are still found in that `bin`.
     """
     command = list(spec.command or default)
     if spec.environment is None:
         return command, None
     bin_folder = Path(spec.root) / ".engines" / spec.environment / "bin"
-    if "/" not in command[0]:
-        command[0] = str(bin_folder / command[0])
+    own = bin_folder / command[0]
+    wrapper = bin_folder.is_dir() and not own.exists() and shutil.which(command[0]) is not None
+    if "/" not in command[0] and not wrapper:
+        command[0] = str(own)
     return command, str(bin_folder)
 
 
