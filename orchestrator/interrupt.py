@@ -45,11 +45,18 @@ class Interrupts:
 
 @contextlib.contextmanager
 def heeded() -> Iterator[Interrupts]:
-    """Handle the three signals alike while entered; the first raises KeyboardInterrupt unless it is deferred."""
+    """Handle the three signals alike while entered; the first raises KeyboardInterrupt unless it is deferred.
+
+    Under nohup SIGHUP stays ignored: that campaign is to outlive its terminal.
+    """
     interrupts = Interrupts()
-    previous = {number: signal.signal(number, interrupts._handle) for number in SIGNALS}
+    previous = {number: signal.signal(number, interrupts._handle) for number in SIGNALS if not _by_nohup(number)}
     try:
         yield interrupts
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _by_nohup(number: signal.Signals) -> bool:
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN

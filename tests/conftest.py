@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +18,10 @@ from typing import Any
 
 import psutil
 import pytest
+
+# A runner in the background, or under nohup, hands ignored signals on to every process that a test starts.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 _OURS = ("VLLM_", "SGLANG_", "LLAMA_", "FAKE_ENGINE", "MLFLOW_", "RAY_", "HF_", "CUDA_", "NCCL_", "ORCHESTRATOR_")

@@ -12,6 +12,8 @@ import psutil
 import pytest
 from drivers import Driver, wait_until
 
+from orchestrator.interrupt import heeded
+
 pytestmark = pytest.mark.ray
 NO_ENGINE_AFTER_S = 15.0
 PHASES = {
@@ -94,6 +96,17 @@ def test_signal_before_ray_is_there(driver: Callable[..., Driver]) -> None:
     _nothing_is_left(campaign)
     assert campaign.starts == []
     assert {status for _, status in campaign.runs()} == {"KILLED"}
+
+
+def test_under_nohup_a_closed_terminal_ends_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with heeded() as interrupts:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert interrupts.signal is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_second_signal_ends_at_once(driver: Callable[..., Driver]) -> None:
