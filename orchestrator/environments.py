@@ -152,6 +152,8 @@ def _build(wanted: Requirements, build: Path, log: Path, echo: Echo) -> None:
     for what, argv in steps:
         echo(f"{wanted.name}: {what}")
         _logged(argv, log, f"{wanted.name}: {what}")
+    for program in wanted.programs:
+        _link_program(program, build)
     stamp = Stamp(
         name=wanted.name,
         requirements_sha256=wanted.digest,
@@ -163,6 +165,15 @@ def _build(wanted: Requirements, build: Path, log: Path, echo: Echo) -> None:
         raise MachineError(f"{wanted.name}: {wanted.engine} is not among what {wanted.path} installed; see {log}")
     write_stamp(build, stamp)
     echo(f"{wanted.name}: {stamp.engine} {stamp.engine_version} on Python {stamp.python}")
+
+
+def _link_program(program: str, build: Path) -> None:
+    """Make a program below site-packages one of the environment's bin. Raises MachineError when it is not there."""
+    found = next(build.glob(f"lib/python*/site-packages/{program}"), None)
+    if found is None or not os.access(found, os.X_OK):
+        raise MachineError(f"{build.name}: site-packages has no program {program}")
+    link = build / "bin" / found.name
+    link.symlink_to(os.path.relpath(found, link.parent))
 
 
 def _logged(argv: Sequence[str], log: Path, what: str) -> None:

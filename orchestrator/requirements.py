@@ -8,6 +8,7 @@ what pip cannot be told:
     #: python 3.11 3.12           the interpreters that will do; without it, the one that runs this program
     #: no-deps REQUIREMENT ...    installed afterwards, without what they depend on
     #: remove PACKAGE ...         uninstalled at the end
+    #: program PATH ...           a program below site-packages that is to be found in the environment's bin
     #: pack-without PACKAGE ...   not needed where a packed environment goes (airgap.py)
     #: pack-without-file GLOB ... likewise, below site-packages
     #: pack-from-host PACKAGE ... taken from the host there even when its version is another one
@@ -29,6 +30,7 @@ _DIRECTIVES = {
     "python": "pythons",
     "no-deps": "no_deps",
     "remove": "remove",
+    "program": "programs",
     "pack-without": "pack_without",
     "pack-without-file": "pack_without_files",
     "pack-from-host": "pack_from_host",
@@ -46,6 +48,7 @@ class Requirements:
     pythons: tuple[str, ...] = ()
     no_deps: tuple[str, ...] = ()
     remove: tuple[str, ...] = ()
+    programs: tuple[str, ...] = ()
     pack_without: tuple[str, ...] = ()
     pack_without_files: tuple[str, ...] = ()
     pack_from_host: tuple[str, ...] = ()

@@ -102,7 +102,7 @@ def test_sglang_published_line_comes_out_flag_by_flag() -> None:
 def test_llamacpp_line() -> None:
     args = {"ctx_size": 8192, "flash-attn": True, "mmap": False, "spec-type": "ngram-mod", "-ngl": 99}
     made = plan("llamacpp", args, model="/models/x.gguf", served_model_name="smol")
-    start = "llama-cpp-server -m /models/x.gguf --host 127.0.0.1 --port 8101 --metrics --alias smol"
+    start = "llama-server -m /models/x.gguf --host 127.0.0.1 --port 8101 --metrics --alias smol"
     assert list(made.argv) == [
         *start.split(),
         *["--ctx-size", "8192", "--flash-attn", "on", "--no-mmap", "--spec-type", "ngram-mod", "-ngl", "99"],
@@ -344,4 +344,4 @@ def test_help_commands() -> None:
     spec = EngineSpec(kind="vllm", model="m", command=["python", "-m", "x.api_server", "--model"])
     assert ENGINES["vllm"].help_command(spec) == ("python", "-m", "x.api_server", "--help=all")
     assert ENGINES["sglang"].help_command(EngineSpec(kind="sglang", model="m"))[-1] == "--help"
-    assert ENGINES["llamacpp"].help_command(EngineSpec(kind="llamacpp", model="m")) == ("llama-cpp-server", "--help")
+    assert ENGINES["llamacpp"].help_command(EngineSpec(kind="llamacpp", model="m")) == ("llama-server", "--help")

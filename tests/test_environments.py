@@ -18,8 +18,10 @@ from orchestrator.errors import ConfigError, MachineError
 from orchestrator.requirements import REQUIREMENTS_FOLDER, read_requirements
 
 
-def make_wheel(folder: Path, name: str, version: str, code: str = "", requires: tuple[str, ...] = ()) -> Path:
-    """A wheel with one module and, as engines have, a console script `NAME`."""
+def make_wheel(
+    folder: Path, name: str, version: str, code: str = "", requires: tuple[str, ...] = (), program: str = ""
+) -> Path:
+    """A wheel with one module and, as engines have, a console script `NAME`; program: text of NAME_bin/NAME-server."""
     folder.mkdir(parents=True, exist_ok=True)
     info = f"{name}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
@@ -30,6 +32,8 @@ def make_wheel(folder: Path, name: str, version: str, code: str = "", requires: 
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         f"{info}/entry_points.txt": f"[console_scripts]\n{name} = {name}:main\n",
     }
+    if program:
+        files[f"{name}_bin/{name}-server"] = program
     record = ""
     for path, text in files.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
@@ -38,7 +42,9 @@ def make_wheel(folder: Path, name: str, version: str, code: str = "", requires: 
     wheel = folder / f"{name}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for path, text in files.items():
-            archive.writestr(path, text)
+            member = zipfile.ZipInfo(path)
+            member.external_attr = (0o100755 if text == program else 0o100644) << 16
+            archive.writestr(member, text)
     return wheel
 
 
@@ -50,6 +56,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_wheel(wheels, "tinyengine", "1.3.0", requires=("unwanted",))
     make_wheel(wheels, "unwanted", "9.0")
     make_wheel(wheels, "checkpoint", "0.1", requires=("not-to-be-had",))
+    make_wheel(wheels, "built", "2.0", program="#!/bin/sh\necho served by $0\n")
     for key in [k for k in os.environ if k.startswith("PIP_")]:
         monkeypatch.delenv(key)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -87,6 +94,16 @@ def test_an_environment_is_what_its_requirements_say(root: Path) -> None:
     (info,) = environments.listed(root)
     assert (info.name, info.state, info.engine_version) == ("tiny", "ready", "1.2.3")
     assert info.python == sys.version.split()[0]
+
+
+def test_a_program_inside_a_package_is_found_in_bin(root: Path) -> None:
+    write_requirements(root, "#: engine built\n#: program built_bin/built-server\nbuilt==2.0\n", "built")
+    path = environments.install("built", root, lambda _: None)
+    shown = subprocess.run([path / "bin/built-server"], capture_output=True, text=True, check=True)
+    assert shown.stdout.startswith("served by ")
+    write_requirements(root, "#: engine built\n#: program built_bin/other-server\nbuilt==2.0\n", "other")
+    with pytest.raises(MachineError, match="no program built_bin/other-server"):
+        environments.install("other", root, lambda _: None)
 
 
 def test_an_unchanged_environment_is_left_alone_and_a_changed_one_replaced(root: Path) -> None:

@@ -30,7 +30,7 @@ _WORDS = {"--flash-attn", "-fa", "--fit", "-fit", "--log-colors", "--reasoning",
 
 
 class LlamaCpp:
-    """`llama-cpp-server -m MODEL.gguf ...`."""
+    """`llama-server -m MODEL.gguf ...`."""
 
     kind = "llamacpp"
     health_path = "/health"
@@ -39,7 +39,7 @@ class LlamaCpp:
     def plan(self, spec: EngineSpec, port: int, workdir: Path) -> LaunchPlan:
         """The command line that starts `spec` on 127.0.0.1:`port`. Raises ConfigError."""
         refuse_owned("llama.cpp", spec.args, _OWNED)
-        command, path_prefix = resolve_command(spec, ["llama-cpp-server"])
+        command, path_prefix = resolve_command(spec, ["llama-server"])
         if command[-1] not in ("-m", "--model"):
             command.append("-m")
         model = resolve_model(spec)
@@ -60,7 +60,7 @@ class LlamaCpp:
 
     def help_command(self, spec: EngineSpec) -> tuple[str, ...]:
         """The command whose output names every flag of the installed engine."""
-        command, _ = resolve_command(spec, ["llama-cpp-server"])
+        command, _ = resolve_command(spec, ["llama-server"])
         return (*(word for word in command if word not in ("-m", "--model")), "--help")
 
     def stats(self, metrics_text: str | None, server_info: Mapping[str, Any] | None) -> EngineStats:
