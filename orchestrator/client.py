@@ -23,8 +23,6 @@ from orchestrator.stream import Reply, error_text, one_line
 from orchestrator.workload import Prompt, arrival_times, endpoint, request_body, sent_parameters
 
 LAG_PERIOD_S = 0.01
-# Servers drop idle connections after 5 s; reusing one at that moment would look like an engine error.
-KEEPALIVE_S = 2.0
 CLOSE_GRACE_S = 2.0
 ERROR_PAUSE_S = 0.2
 
@@ -323,7 +321,9 @@ def _root(base_url: str) -> str:
 def _session(api_key: str | None) -> aiohttp.ClientSession:
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+        # One connection per request: llama.cpp closes a connection after a streamed answer without saying so, the
+        # others an idle one after 5 s, and a request sent at that moment would look like an engine error.
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
         headers=headers,
     )

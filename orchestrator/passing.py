@@ -25,8 +25,6 @@ NOT_PASSED = frozenset(
         "transfer-encoding", "upgrade", "host", "authorization", "expect", "server", "date",
     )
 )  # fmt: skip
-# Engines drop idle connections after 5 s; reusing one at that moment would look like an engine that is gone.
-KEEPALIVE_S = 2.0
 SMALL_BODY_BYTES = 1 << 18
 Headers = list[tuple[str, str]]
 Body = bytes | AsyncIterator[bytes] | None
@@ -86,7 +84,9 @@ class Passage:
     def open(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            # One connection per request: llama.cpp closes a connection after a streamed answer without saying so, the
+            # others an idle one after 5 s, and a request sent at that moment would look like an engine error.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(
                 total=None, sock_connect=self._limits.connect_s, sock_read=self._limits.silence_s
             ),

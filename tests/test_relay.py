@@ -68,6 +68,20 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         await asyncio.sleep(0.02)
 
 
+def test_an_engine_that_closes_after_each_stream_loses_no_request(fake_engine) -> None:
+    """llama.cpp promises to keep the connection and closes it: what follows at once must not meet that."""
+    engine = fake_engine("llamacpp", "--alias", "m", tokens_per_s=2000.0, ttft_s=0.0)
+    body = {"model": "m", "prompt": "a", "max_tokens": 4, "stream": True, "ignore_eos": True}
+
+    async def run() -> None:
+        async with relaying(engine.base_url) as (_, base), aiohttp.ClientSession() as session:
+            for _ in range(30):
+                async with session.post(f"{base}/v1/completions", json=body) as answer:
+                    assert (await answer.read()).endswith(b"data: [DONE]\n\n"), answer.status
+
+    asyncio.run(run())
+
+
 def test_every_byte_of_a_stream_passes_unchanged_and_unbuffered() -> None:
     pieces = [b'data: {"a":"\xc3', b'\xa4"}\r\n\r\n', b": comment\n\n", bytes(range(256)), b"data: [DONE]\n\n"]
 

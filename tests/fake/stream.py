@@ -13,6 +13,8 @@ from fake.generation import Job, Piece, State, run
 from fake.wire import Writer
 
 DONE = b"data: [DONE]\n\n"
+# llama.cpp closes the connection this long after a streamed answer, in whose headers it promised to keep it.
+CLOSES_AFTER_S = 0.001
 # A broken stream has carried this many text events before it breaks.
 EVENTS_BEFORE_FAULT = 2
 
@@ -97,6 +99,8 @@ async def stream(state: State, request: web.Request, job: Job, writer: Writer) -
             await _send_usage(state.behaviour, job, writer, out)
         if broken != "cut":
             await out.send(DONE)
+        if state.launch.dialect == "llamacpp" and request.transport is not None:
+            asyncio.get_running_loop().call_later(CLOSES_AFTER_S, request.transport.close)
         return await out.end()
     except ConnectionResetError:
         return out.response
