@@ -176,12 +176,15 @@ class Campaign:
             return None
         return f"time budget: {spent_s:.0f} of {budget_s:.0f} s are spent and a trial takes up to {needed_s:.0f} s"
 
-    def _durations_s(self) -> list[float]:
-        return [sum(result.phases_s.values()) for result in self.results.values() if result.phases_s]
+    def _durations_s(self, *statuses: TrialStatus) -> list[float]:
+        """Seconds of every trial that was timed; with statuses, of those that ended so."""
+        timed = [result for result in self.results.values() if result.phases_s]
+        return [sum(each.phases_s.values()) for each in timed if not statuses or each.status in statuses]
 
     def _tell_budget(self) -> None:
-        """After the first timed start: say now what the budget will not reach, rather than when it is spent."""
-        budget_s, durations_s = self.experiment.search.time_budget_s, self._durations_s()
+        """After the first complete trial: say now what the budget will not reach, rather than when it is spent."""
+        budget_s = self.experiment.search.time_budget_s
+        durations_s = self._durations_s(TrialStatus.COMPLETE)
         if self._budget_told or budget_s is None or not durations_s:
             return
         self._budget_told = True

@@ -11,6 +11,7 @@ from typing import Any
 from orchestrator import campaign, server, trial
 from orchestrator.config import EngineSpec, Experiment, TrialSpec, trial_spec
 from orchestrator.engines import ENGINES, LaunchPlan
+from orchestrator.engines.base import TrialStatus
 from orchestrator.engines.flags import check_flags
 from orchestrator.errors import ConfigError, MachineError
 
@@ -155,7 +156,7 @@ def ask_help(spec: EngineSpec, plan: LaunchPlan) -> HelpAnswer | None:
 
 
 def _typical_trial_s(experiment: Experiment) -> float | None:
-    """The median duration of this experiment's finished trials on this machine."""
+    """The median duration of this experiment's complete trials on this machine; a refused start says nothing."""
     home = campaign.home_of(experiment)
     durations = []
     for path in home.glob("*/trials/*/result.json"):
@@ -163,5 +164,6 @@ def _typical_trial_s(experiment: Experiment) -> float | None:
             result = trial.from_json(path.read_bytes())
         except (OSError, ValueError):
             continue
-        durations.append(sum(result.phases_s.values()))
+        if result.status is TrialStatus.COMPLETE:
+            durations.append(sum(result.phases_s.values()))
     return statistics.median(durations) if durations else None

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from orchestrator.campaign import Event
+from orchestrator.engines.base import TrialStatus
 
 PHASES = {
     "placing": "waiting for its place",
@@ -38,7 +39,7 @@ def shown(console: Console) -> Iterator[Callable[[Event], None]]:
 
 
 class _Clock:
-    """Elapsed time per trial, and from the finished ones an estimate of what is left."""
+    """Elapsed time per trial, and from the complete ones an estimate of what is left."""
 
     def __init__(self) -> None:
         self._began: dict[int, float] = {}
@@ -51,7 +52,8 @@ class _Clock:
         elapsed_s = time.monotonic() - began
         self._at_once = max(self._at_once, len(self._began))
         if event.phase is None:
-            self._took_s.append(elapsed_s)
+            if event.status == TrialStatus.COMPLETE:
+                self._took_s.append(elapsed_s)
             self._began.pop(event.number)
             self.finished += 1
         return elapsed_s

@@ -120,13 +120,14 @@ def test_the_estimate_comes_from_trials_that_were_timed_here(tmp_path: Path) -> 
     assert plans.dry_run(sweep).estimate_s is None
     assert any("No estimate" in line for line in plans.dry_run(sweep).lines())
     (spec, _) = plans.dry_run(sweep).launches[0]
-    for number, seconds in enumerate((50.0, 60.0, 900.0)):
+    for number, seconds in enumerate((50.0, 60.0, 900.0, 3.0, 3.0)):
         folder = campaign.home_of(sweep) / "20261129-100000" / "trials" / str(number)
         folder.mkdir(parents=True)
         phases = {"starting": seconds - 10, "measuring": 10.0}
-        trial.write_result(TrialResult(spec=spec, status=TrialStatus.COMPLETE, phases_s=phases), folder)
+        status = TrialStatus.COMPLETE if seconds > 10 else TrialStatus.REFUSED
+        trial.write_result(TrialResult(spec=spec, status=status, phases_s=phases), folder)
     (folder / "result.json").with_name("torn.json").write_text("{")
     plan = plans.dry_run(sweep)
-    # The median of the three, for two points and twice two confirmations.
+    # The median of the three that were measured, for two points and twice two confirmations.
     assert plan.estimate_s == 60.0 * 6
     assert "About 6 min" in plan.lines()[-1]
