@@ -214,7 +214,7 @@ def test_challengers_that_fail_are_rolled_back(service: Callable[..., Experiment
 
 
 def test_the_first_challenger_that_fails_leaves_nothing(service: Callable[..., Experiment]) -> None:
-    experiment = service("first", deadline_s=30)
+    experiment = service("first", deadline_s=10)
     (run_id,) = bench.record(experiment, bench.result(experiment, "dumb", silent_load_s=600))
     report = serving.promote(experiment, run_id=run_id)
     assert (report.decision, report.exit_code, report.serving_run_id) == ("failed", 1, None)
