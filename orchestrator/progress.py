@@ -76,11 +76,9 @@ class _Lines:
             return
         elapsed_s = self._clock.take(event)
         what = PHASES.get(event.phase, event.phase) if event.phase else _ending(event)
-        left = (
-            f"; {self._clock.left(event.total)}" if event.phase is None and self._clock.finished < event.total else ""
-        )
+        left = self._clock.left(event.total) if event.phase is None and self._clock.finished < event.total else ""
         self._console.print(
-            f"trial {event.number} of {event.total} {event.name}: {what} ({elapsed_s:.0f} s{left})",
+            f"trial {event.number} of {event.total} {event.name}: {what} ({elapsed_s:.0f} s{left and f'; {left}'})",
             markup=False,
             highlight=False,
             soft_wrap=True,
