@@ -1,7 +1,8 @@
 """When may an engine be measured? Health answers, the port is its own, its model is listed, a completion gave a token.
 
-Waiting ends at once when the engine ends, and when nothing has moved for engine.ready.stall_s: a slow start that goes
-on telling what it does is waited for up to engine.ready.timeout_s.
+Waiting ends at once when the engine ends, soon when it has said why it will and hangs instead, and when nothing has
+moved for engine.ready.stall_s: a slow start that goes on telling what it does is waited for up to
+engine.ready.timeout_s.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 # A start of minutes need not be looked at as often as one of a second.
 FIRST_POLL_S, LONGEST_POLL_S = 0.05, 0.5
 HEALTH_TIMEOUT_S = 10.0
+# A worker that failed may leave its siblings hanging for good: after this silence the log is asked whether that is so.
+HANGS_AFTER_S = 10.0
 LOOKED_AT_BYTES = 1 << 20
 # Our own questions in the engine's access log are no progress of the engine.
 OWN_REQUEST = re.compile(rb"\b(?:GET|POST) /(?:health|metrics|v1/(?:models|completions|chat/completions))\b")
@@ -38,6 +41,7 @@ def wait_ready(server: Server, spec: EngineSpec) -> None:
     started = time.monotonic()
     progress = _Progress(server)
     question = _Question(server, spec.ready.stall_s)
+    asked_at_bytes = 0
     while True:
         server.check_alive()
         if question.answered():
@@ -47,6 +51,10 @@ def wait_ready(server: Server, spec: EngineSpec) -> None:
         waited_s, silent_s = time.monotonic() - started, progress.silent_s()
         if silent_s > spec.ready.stall_s or waited_s > spec.ready.timeout_s:
             raise EngineFailure(_not_ready(server, question.waits_for or "", waited_s, silent_s, spec))
+        if silent_s > HANGS_AFTER_S and asked_at_bytes != progress.read_bytes:
+            asked_at_bytes = progress.read_bytes
+            if (seen := server.engine.diagnose(server.log_text(), None)).status is not TrialStatus.COMPLETE:
+                raise EngineFailure(seen)
         server.wait(min(LONGEST_POLL_S, max(FIRST_POLL_S, waited_s / 50)))
 
 
@@ -55,15 +63,15 @@ class _Progress:
 
     def __init__(self, server: Server) -> None:
         self._path = server.plan.log_path
-        self._read_bytes = 0
+        self.read_bytes = 0
         self._progressed_s = time.monotonic()
 
     def silent_s(self) -> float:
         with self._path.open("rb") as log:
             size = os.fstat(log.fileno()).st_size
-            log.seek(max(self._read_bytes, size - LOOKED_AT_BYTES))
+            log.seek(max(self.read_bytes, size - LOOKED_AT_BYTES))
             grown = log.read(LOOKED_AT_BYTES)
-            self._read_bytes = log.tell()
+            self.read_bytes = log.tell()
         if any(line.strip() and not OWN_REQUEST.search(line) for line in grown.splitlines()):
             self._progressed_s = time.monotonic()
         return time.monotonic() - self._progressed_s

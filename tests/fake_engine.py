@@ -36,6 +36,7 @@ Start
   fail                 print this recorded log (or text) instead of starting, and exit
   fail_code            with this code (1)
   fail_after_s         after the ordinary start's first lines and this time (0)
+  fail_hangs_s         and its processes stay for this time afterwards (0)
   fail_starts          only the first n starts do `fail`; counted by the lines of `record` (0: all)
   fail_when            {"--flag=value" or "--flag": recorded log}: fail for these command lines
   refuse_k             list of k that get vLLM's DSpark ValueError, exit 1
@@ -152,6 +153,7 @@ def fail(launch: Launch, behaviour: Behaviour, log: str) -> int:
             logs.say(line)
         time.sleep(behaviour.fail_after_s)
     logs.say(failures.failure_log(log))
+    time.sleep(behaviour.fail_hangs_s)
     return behaviour.fail_code
 
 

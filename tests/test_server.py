@@ -116,6 +116,13 @@ def test_no_progress_is_not_waited_for(tmp_path: Path, kind: str) -> None:
     assert waited_s < 12.0
 
 
+def test_an_engine_that_failed_and_hangs_is_not_waited_for(tmp_path: Path) -> None:
+    spec = engine_spec(tmp_path, fail="vllm_cpu_fail_disk.log", fail_hangs_s=120.0)
+    failure, waited_s = failure_of(spec, tmp_path)
+    assert failure.diagnosis.cause == "disk_full"
+    assert waited_s < 30.0
+
+
 def test_progress_without_end_is_ended_by_the_cap(tmp_path: Path) -> None:
     spec = engine_spec(tmp_path, load_s=60.0, ready=Ready(timeout_s=2.0, stall_s=30.0))
     failure, _ = failure_of(spec, tmp_path)

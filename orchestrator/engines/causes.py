@@ -89,6 +89,11 @@ CAUSES: dict[str, Cause] = {
             "the checkpoint does not hold the weights that the model needs",
             "use the checkpoint that belongs to this architecture",
         ),
+        (
+            "weights_damaged",
+            "a file of the model's weights is incomplete or damaged",
+            "compare its size with the source and copy it again",
+        ),
     ),
     **_causes(
         TrialStatus.UNFIT,

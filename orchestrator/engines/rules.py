@@ -121,6 +121,12 @@ RULES: tuple[Rule, ...] = (
         weak=True,
         summary="the engine refuses the value of {flag}: {message}",
     ),
+    _rule(
+        "bad_value",
+        r"No common block size for (?P<size>\w+)",
+        summary="the attention backend does not take block-size {size}",
+        lever="leave block-size out, or give a multiple that the evidence names",
+    ),
     _rule("remote_code_refused", r"contains custom code which must be executed|requires you to execute the \w+ file"),
     _rule(
         "model_unsupported",
@@ -236,7 +242,12 @@ RULES: tuple[Rule, ...] = (
         r"|No such file or directory: '[^']*(?:\.json|\.safetensors|\.gguf)'"
         r"|failed to open \S+\.gguf|failed to open GGUF file|Unrecognized model in|No \S+ found in \S+ model",
     ),
-    _rule("weights_mismatch", r"[Ww]eights were not initialized from checkpoint|Missing keys \(.{1,200}?\) in"),
+    _rule(
+        "weights_mismatch",
+        r"[Ww]eights were not initialized from checkpoint|Missing keys \(.{1,200}?\) in"
+        r"|There is no module or parameter named '\S+' in",
+    ),
+    _rule("weights_damaged", r"Error while deserializing header|MetadataIncompleteBuffer|not fully covered"),
     # The rest.
     _rule("graph_capture_failed", r"Capture cuda graph failed", weak=True),
     _rule("no_progress", r"Watchdog timeout|RPC call to \S+ timed out|watchdog got stuck", weak=True),

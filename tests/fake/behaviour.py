@@ -49,6 +49,7 @@ class Behaviour:
     fail: str | None = None
     fail_code: int = 1
     fail_after_s: float = 0.0
+    fail_hangs_s: float = 0.0
     fail_starts: int = 0
     fail_when: Mapping[str, str] = field(default_factory=dict)
     refuse_k: list[int] = field(default_factory=list)
