@@ -50,6 +50,7 @@ _COLUMNS = (
 _ALWAYS = ("status", "verdict")
 # A longer value (a list of rates) would push the numbers out of sight; the trial's name stands for it.
 _WIDEST_PARAM = 24
+_MOST_PARAMS = 4
 
 
 def people_console(stream: IO[str]) -> Console:
@@ -102,6 +103,8 @@ def _workload_table(workload: str, rows: Sequence[TrialResult], best: TrialResul
     table.add_column("", width=1)
     table.add_column("trial", overflow="fold", min_width=8)
     varying = [key for key in varying_params(rows) if all(len(_param(row, key)) <= _WIDEST_PARAM for row in rows)]
+    # More columns than that fold every other one; the names of the trials tell them apart.
+    varying = varying if len(varying) <= _MOST_PARAMS else []
     for key in varying:
         table.add_column(short(key, varying), justify="right", overflow="fold")
     cells = {id(row): _cells(row, workload) for row in rows}
