@@ -268,10 +268,12 @@ def test_an_environment_fills_the_interpreter(tmp_path: Path) -> None:
     assert (made.argv[0], made.path_prefix) == (f"{bin_folder}/python", bin_folder)
     # A program around the engine is not in its environment, and the engine is still found there.
     Path(bin_folder).mkdir(parents=True)
+    (Path(bin_folder) / "python").touch()
     wrapped = plan("vllm", command=["env", "python", "-m", "x"], environment="vllm-cpu", root=str(tmp_path))
     assert (wrapped.argv[:2], wrapped.path_prefix) == (("env", "python"), bin_folder)
-    missing = plan("vllm", command=["python-nowhere"], environment="vllm-cpu", root=str(tmp_path))
-    assert missing.argv[0] == f"{bin_folder}/python-nowhere"
+    # One that PATH has too is not taken from there: it would be another engine.
+    missing = plan("vllm", command=["env", "-m", "x"], environment="vllm-cpu", root=str(tmp_path))
+    assert missing.argv[0] == f"{bin_folder}/env"
 
 
 def test_a_model_below_the_root_becomes_its_path(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ a command line from a spec, counters from a metrics page, and an explanation fro
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -128,16 +127,16 @@ def resolve_command(spec: EngineSpec, default: list[str]) -> tuple[list[str], st
     """The command of `spec` and the folder that must lead PATH (None: PATH as it is).
 
     With `environment`, a first word without a slash is looked up in that engine environment's `bin`
-    (`ROOT/.engines/NAME/bin`, or NAME/bin when it is an absolute path). One that an installed environment lacks and
-    PATH has (`numactl`, `bash`) wraps the rest, whose programs are still found in that `bin`.
+    (`ROOT/.engines/NAME/bin`, or NAME/bin when it is an absolute path). A wrapper (`numactl`, `nice`) is found on
+    PATH: the environment lacks it and has the program behind it.
     """
     command = list(spec.command or default)
     if spec.environment is None:
         return command, None
     bin_folder = Path(spec.root) / ".engines" / spec.environment / "bin"
     own = bin_folder / command[0]
-    wrapper = bin_folder.is_dir() and not own.exists() and shutil.which(command[0]) is not None
-    if "/" not in command[0] and not wrapper:
+    wraps = not own.exists() and any((bin_folder / word).is_file() for word in command[1:])
+    if "/" not in command[0] and not wraps:
         command[0] = str(own)
     return command, str(bin_folder)
 

@@ -16,6 +16,7 @@ TAIL_CHARS = 1_000_000
 _LONGEST_LINE = 20_000
 _WIDEST_TERMINAL = 240
 _LONGEST_WORD = 25
+_LONGEST_SENTENCE = 300
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _PROCESS = re.compile(r"^\((?P<process>[^()]{1,60} pid=\d+)\) ?|^\[(?P<rank>rank\d+)\]: ?")
@@ -236,10 +237,9 @@ def _exception_line(texts: list[str]) -> str:
     inside, words = False, ""
     for text in texts:
         if words:
-            if text.strip():
-                words += f" {text.strip()}"
-            elif not words.endswith(":"):
+            if (not text.strip() and not words.endswith(":")) or len(words) > _LONGEST_SENTENCE:
                 return words
+            words = f"{words} {text.strip()}".rstrip()
         elif TRACEBACK in text:
             inside = True
         elif inside and text and not text[0].isspace():
