@@ -34,7 +34,7 @@ LONGEST_WAIT_S = {
     "complete": 1.0,
 }
 # An engine slow enough that a moment falls into each phase.
-SLOW = {"curve": {"0": 20, "2": 40, "4": 90}, "load_s": 1.0}
+SLOW = {"curve": {"0": 40, "2": 60, "4": 120}, "load_s": 0.5}
 EXPECTED = [("no-spec", "complete"), ("k=2", "complete"), ("k=4", "complete")]
 
 
@@ -123,5 +123,5 @@ def _starts(driver: Driver, signatures: set[str]) -> Counter[str]:
 
 @pytest.mark.timeout(280)
 def test_killed_anywhere_and_resumed(tmp_path: Path) -> None:
-    kills = list(killed_until_done(tmp_path, random.Random(2), most=3))
-    assert len(kills) == 3
+    kills = list(killed_until_done(tmp_path, random.Random(5), most=2))
+    assert len(kills) == 2

@@ -167,10 +167,10 @@ def _busy_interpreter() -> Iterator[None]:
 def test_a_client_that_is_late_says_so(fake_engine):
     engine = fake_engine("vllm", tokens_per_s=200.0)
     with _busy_interpreter():
-        run = measured(engine, output_tokens=60, num_prompts=3)
+        run = measured(engine, output_tokens=30, num_prompts=2)
     assert "client_late" in codes(run)
     assert run.verdict.level is Level.INVALID
-    assert "client_late" not in codes(measured(engine, output_tokens=60, num_prompts=3))
+    assert "client_late" not in codes(measured(engine, output_tokens=30, num_prompts=2))
 
 
 def _fast(**behaviour) -> dict:
