@@ -26,7 +26,6 @@ from orchestrator.errors import ConfigError, MachineError
 from orchestrator.requirements import Requirements, read_requirements
 
 DEFAULT_PLATFORM = "x86_64-manylinux_2_35"
-_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _PIN = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^\]]*\])?(?:==([^\s;]+))?")
 
 
@@ -112,15 +111,6 @@ def unpack(folder: Path, root: Path, names: list[str] | None = None, echo: Echo 
         return unpacking.unpack(folder, root / ".engines", names, echo)
     except (unpacking.UnpackError, OSError, subprocess.CalledProcessError, tarfile.TarError) as error:
         raise MachineError(str(error)) from None
-
-
-def size_bytes(text: str) -> int:
-    """'60MB', '64MiB' or a number of bytes -> bytes. Raises ConfigError."""
-    match = re.fullmatch(r"(\d+) ?(B|kB|MB|GB|KiB|MiB|GiB)?", text.strip())
-    size = int(match[1]) * _UNITS[match[2] or "B"] if match else 0
-    if not size:
-        raise ConfigError(f"--part-size {text!r}: expected a size like 60MB or 64MiB")
-    return size
 
 
 def host_packages(path: Path) -> dict[str, str | None]:

@@ -252,19 +252,6 @@ def test_an_archive_is_the_same_whenever_it_is_made(root: Path) -> None:
     assert (root / REQUIREMENTS_FOLDER).is_dir()
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"), [("60MB", 60_000_000), ("1 MiB", 1 << 20), ("512", 512), ("2GiB", 2 << 30)]
-)
-def test_a_part_size_is_written_with_its_unit(text: str, expected: int) -> None:
-    assert airgap.size_bytes(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "0MB", "60 megabytes", "-1", "1.5GB"])
-def test_a_part_size_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="60MB"):
-        airgap.size_bytes(text)
-
-
 def test_the_verb_tells_a_fault_of_the_parts_as_one_of_the_machine(root: Path) -> None:
     pack(root, "first")
     assert airgap.unpack(root / "parts", root, ["first"], lambda _: None) == [root / ".engines/first"]
