@@ -80,57 +80,58 @@ def sglang_log(message: str, *before: str, rank: str = " TP0") -> str:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "status", "cause", "evidence"),
-    [
-        ("vllm_cpu_fail_bad_flag.log", REFUSED, "unknown_flag", "unrecognized arguments: --no-such-flag"),
-        ("vllm_cpu_fail_cli_metadata.log", INFRASTRUCTURE, "module_missing", "No package metadata was found for vllm"),
-        ("vllm_cpu_fail_maxlen_over_kv.log", UNFIT, "kv_cache_too_small", "2.81 GiB KV cache is needed"),
-        ("vllm_cpu_fail_maxlen_over_model.log", REFUSED, "max_len_over_model", "max_model_len (16384) is greater"),
-        ("vllm_cpu_fail_port_in_use.log", INFRASTRUCTURE, "port_taken", "[Errno 98] Address already in use"),
-        ("vllm_cpu_fail_spec_zero.log", REFUSED, "bad_value", "Input should be greater than 0"),
-        ("vllm_cpu_fail_architecture.log", REFUSED, "model_unsupported", "['FooForCausalLM'] are not supported"),
-        ("vllm_cpu_fail_block_size.log", REFUSED, "bad_value", "No common block size for 7"),
-        ("vllm_cpu_fail_budget.log", REFUSED, "batch_below_sequences", "max_num_batched_tokens (2) must be greater"),
-        ("vllm_cpu_fail_disk.log", INFRASTRUCTURE, "disk_full", "[Errno 28] No space left on device"),
-        ("vllm_cpu_fail_draft_vocabulary.log", REFUSED, "draft_vocabulary_differs", "Draft model vocab_size=32000"),
-        ("vllm_cpu_fail_heads.log", REFUSED, "heads_not_divisible", "Total number of attention heads (9)"),
-        (
-            "vllm_cpu_fail_memory_busy.log",
-            UNFIT,
-            "host_out_of_memory",
-            "desired CPU memory utilization (0.99, 23.31 GiB)",
-        ),
-        ("vllm_cpu_fail_memory_wish.log", UNFIT, "host_out_of_memory", "requested memory for kv (4000.0 GiB)"),
-        ("vllm_cpu_fail_method.log", REFUSED, "unknown_method", "input_value='nosuch'"),
-        ("vllm_cpu_fail_mismatch.log", REFUSED, "weights_mismatch", "model.layers.30.post_attention_layernorm.weight"),
-        ("vllm_cpu_fail_module.log", INFRASTRUCTURE, "module_missing", "No module named 'tensorizer'"),
-        ("vllm_cpu_fail_no_count.log", REFUSED, "bad_value", "num_speculative_tokens must be provided"),
-        ("vllm_cpu_fail_no_tokenizer.log", REFUSED, "model_missing", "Couldn't instantiate the backend tokenizer"),
-        ("vllm_cpu_fail_no_weights.log", REFUSED, "model_missing", "Cannot find any model weights"),
-        (
-            "vllm_cpu_fail_other_weights.log",
-            REFUSED,
-            "weights_mismatch",
-            "There is no module or parameter named 'model'",
-        ),
-        (
-            "vllm_cpu_fail_remote_code.log",
-            REFUSED,
-            "remote_code_refused",
-            "contains custom code which must be executed",
-        ),
-        ("vllm_cpu_fail_truncated.log", REFUSED, "weights_damaged", "incomplete metadata, file not fully covered"),
-        ("vllm_cpu_fail_unknown_model.log", REFUSED, "model_missing", "Repo id must be in the form"),
-        (
-            "vllm026_h200_fail_unguarded.log",
-            INFRASTRUCTURE,
-            "script_unguarded",
-            "An attempt has been made to start a new process before the current process",
-        ),
-        ("llama_fail_bad_spec.log", REFUSED, "unknown_method", "unknown speculative type: nosuch"),
-    ],
-)
+# (recorded log, status, cause, a part of the evidence)
+RECORDED_FAILURES = [
+    ("vllm_cpu_fail_bad_flag.log", REFUSED, "unknown_flag", "unrecognized arguments: --no-such-flag"),
+    ("vllm_cpu_fail_cli_metadata.log", INFRASTRUCTURE, "module_missing", "No package metadata was found for vllm"),
+    ("vllm_cpu_fail_maxlen_over_kv.log", UNFIT, "kv_cache_too_small", "2.81 GiB KV cache is needed"),
+    ("vllm_cpu_fail_maxlen_over_model.log", REFUSED, "max_len_over_model", "max_model_len (16384) is greater"),
+    ("vllm_cpu_fail_port_in_use.log", INFRASTRUCTURE, "port_taken", "[Errno 98] Address already in use"),
+    ("vllm_cpu_fail_spec_zero.log", REFUSED, "bad_value", "Input should be greater than 0"),
+    ("vllm_cpu_fail_architecture.log", REFUSED, "model_unsupported", "['FooForCausalLM'] are not supported"),
+    ("vllm_cpu_fail_block_size.log", REFUSED, "bad_value", "No common block size for 7"),
+    ("vllm_cpu_fail_budget.log", REFUSED, "batch_below_sequences", "max_num_batched_tokens (2) must be greater"),
+    ("vllm_cpu_fail_disk.log", INFRASTRUCTURE, "disk_full", "[Errno 28] No space left on device"),
+    ("vllm_cpu_fail_draft_vocabulary.log", REFUSED, "draft_vocabulary_differs", "Draft model vocab_size=32000"),
+    ("vllm_cpu_fail_heads.log", REFUSED, "heads_not_divisible", "Total number of attention heads (9)"),
+    (
+        "vllm_cpu_fail_memory_busy.log",
+        UNFIT,
+        "host_out_of_memory",
+        "desired CPU memory utilization (0.99, 23.31 GiB)",
+    ),
+    ("vllm_cpu_fail_memory_wish.log", UNFIT, "host_out_of_memory", "requested memory for kv (4000.0 GiB)"),
+    ("vllm_cpu_fail_method.log", REFUSED, "unknown_method", "input_value='nosuch'"),
+    ("vllm_cpu_fail_mismatch.log", REFUSED, "weights_mismatch", "model.layers.30.post_attention_layernorm.weight"),
+    ("vllm_cpu_fail_module.log", INFRASTRUCTURE, "module_missing", "No module named 'tensorizer'"),
+    ("vllm_cpu_fail_no_count.log", REFUSED, "bad_value", "num_speculative_tokens must be provided"),
+    ("vllm_cpu_fail_no_tokenizer.log", REFUSED, "model_missing", "Couldn't instantiate the backend tokenizer"),
+    ("vllm_cpu_fail_no_weights.log", REFUSED, "model_missing", "Cannot find any model weights"),
+    (
+        "vllm_cpu_fail_other_weights.log",
+        REFUSED,
+        "weights_mismatch",
+        "There is no module or parameter named 'model'",
+    ),
+    (
+        "vllm_cpu_fail_remote_code.log",
+        REFUSED,
+        "remote_code_refused",
+        "contains custom code which must be executed",
+    ),
+    ("vllm_cpu_fail_truncated.log", REFUSED, "weights_damaged", "incomplete metadata, file not fully covered"),
+    ("vllm_cpu_fail_unknown_model.log", REFUSED, "model_missing", "Repo id must be in the form"),
+    (
+        "vllm026_h200_fail_unguarded.log",
+        INFRASTRUCTURE,
+        "script_unguarded",
+        "An attempt has been made to start a new process before the current process",
+    ),
+    ("llama_fail_bad_spec.log", REFUSED, "unknown_method", "unknown speculative type: nosuch"),
+]
+
+
+@pytest.mark.parametrize(("name", "status", "cause", "evidence"), RECORDED_FAILURES)
 def test_recorded_failures(name: str, status: TrialStatus, cause: str, evidence: str) -> None:
     found = recorded(name)
     assert (found.status, found.cause) == (status, cause)
@@ -140,8 +141,7 @@ def test_recorded_failures(name: str, status: TrialStatus, cause: str, evidence:
 
 
 def test_every_recorded_failure_is_listed_above() -> None:
-    listed = test_recorded_failures.pytestmark[0].args[1]  # type: ignore[attr-defined]
-    assert {row[0] for row in listed} == {path.name for path in RECORDED.glob("*_fail_*.log")}
+    assert {row[0] for row in RECORDED_FAILURES} == {path.name for path in RECORDED.glob("*_fail_*.log")}
 
 
 def test_recorded_kv_failure_in_numbers() -> None:
@@ -658,7 +658,7 @@ def test_a_front_end_that_outlives_its_engine_is_not_healthy() -> None:
 
 def test_every_cause_with_a_rule_is_tested_and_every_rule_has_a_cause() -> None:
     rows = [*VLLM_MESSAGES, *SGLANG_MESSAGES, *LLAMA_MESSAGES]
-    tested = {cause for _, cause in rows} | {row[2] for row in test_recorded_failures.pytestmark[0].args[1]}  # type: ignore[attr-defined]
+    tested = {cause for _, cause in rows} | {row[2] for row in RECORDED_FAILURES}
     tested |= {"command_missing", "draft_weights_missing"}
     tested |= {"weights_too_large", "out_of_memory_start", "graphs_too_large", "out_of_memory_load"}
     assert set(CAUSES) - FROM_OUTSIDE == tested
