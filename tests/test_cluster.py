@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import serving_bench as bench
+from launches import gone
 
 from orchestrator import cluster, serving
 from orchestrator.config import Placement
@@ -60,7 +61,9 @@ def test_a_head_is_found_again_and_ended_alone(
     assert not Path(head.temp_dir).exists()
 
     # Half of a head is none: it is cleared away before the next is started.
-    os.kill(next(p.pid for p in strangers if p.name() == "gcs_server"), signal.SIGKILL)
+    server_pid = next(p.pid for p in strangers if p.name() == "gcs_server")
+    os.kill(server_pid, signal.SIGKILL)
+    assert gone([server_pid])
     assert cluster.local_head(other) is None
     second = cluster.start_head(other)
     assert second.address != foreign.address
