@@ -121,6 +121,33 @@ RECORDED_FAILURES = [
     ),
     ("vllm_cpu_fail_truncated.log", REFUSED, "weights_damaged", "incomplete metadata, file not fully covered"),
     ("vllm_cpu_fail_unknown_model.log", REFUSED, "model_missing", "Repo id must be in the form"),
+    ("sglang0517_cpu_fail_architecture.log", REFUSED, "model_unsupported", "has model type `nosuch`"),
+    ("sglang0517_cpu_fail_bad_flag.log", REFUSED, "unknown_flag", "unrecognized arguments: --no-such-flag"),
+    ("sglang0517_cpu_fail_bad_number.log", REFUSED, "bad_value", "invalid int value: 'many'"),
+    ("sglang0517_cpu_fail_broken_config.log", REFUSED, "weights_damaged", "is not a valid JSON file"),
+    ("sglang0517_cpu_fail_choice.log", REFUSED, "bad_value", "invalid choice: 'nosuch'"),
+    ("sglang0517_cpu_fail_compile.log", INFRASTRUCTURE, "toolchain_missing", "ninja exited with status 1"),
+    ("sglang0517_cpu_fail_device.log", INFRASTRUCTURE, "gpu_unavailable", "Found no NVIDIA driver"),
+    ("sglang0517_cpu_fail_device_of_method.log", REFUSED, "bad_value", "only supports CUDA device"),
+    ("sglang0517_cpu_fail_hub_name.log", REFUSED, "model_missing", "LocalEntryNotFoundError"),
+    ("sglang0517_cpu_fail_killed.log", INFRASTRUCTURE, "killed", "scheduler_0"),
+    ("sglang0517_cpu_fail_max_len_over_model.log", REFUSED, "max_len_over_model", "context_length (16384) is greater"),
+    ("sglang0517_cpu_fail_memory_fraction.log", UNFIT, "kv_cache_too_small", "leave no GPU memory for the KV cache"),
+    ("sglang0517_cpu_fail_method.log", REFUSED, "unknown_method", "NOSUCH"),
+    ("sglang0517_cpu_fail_module.log", INFRASTRUCTURE, "module_missing", "No module named 'vllm'"),
+    ("sglang0517_cpu_fail_no_config.log", REFUSED, "model_missing", "Unrecognized model in"),
+    ("sglang0517_cpu_fail_no_draft.log", INFRASTRUCTURE, "gpu_unavailable", "0 active drivers"),
+    ("sglang0517_cpu_fail_no_draft_model.log", REFUSED, "model_missing", "Repo id must use alphanumeric chars"),
+    ("sglang0517_cpu_fail_no_driver.log", INFRASTRUCTURE, "gpu_unavailable", "libcuda.so.1: cannot open"),
+    ("sglang0517_cpu_fail_no_gpu.log", INFRASTRUCTURE, "gpu_unavailable", "No accelerator (CUDA"),
+    ("sglang0517_cpu_fail_no_kernel.log", INFRASTRUCTURE, "gpu_unavailable", "libcuda.so.1: cannot open"),
+    ("sglang0517_cpu_fail_no_model.log", REFUSED, "model_missing", "Repo id must use alphanumeric chars"),
+    ("sglang0517_cpu_fail_no_tokenizer.log", REFUSED, "model_missing", "Couldn't instantiate the backend tokenizer"),
+    ("sglang0517_cpu_fail_no_weights.log", REFUSED, "model_missing", "Cannot find any model weights"),
+    ("sglang0517_cpu_fail_port_in_use.log", INFRASTRUCTURE, "port_taken", "address already in use"),
+    ("sglang0517_cpu_fail_tensor_parallel.log", REFUSED, "bad_value", "tp_size 2 should be smaller"),
+    ("sglang0517_cpu_fail_triton.log", INFRASTRUCTURE, "gpu_unavailable", "0 active drivers"),
+    ("sglang0517_cpu_fail_truncated.log", REFUSED, "weights_damaged", "incomplete metadata, file not fully covered"),
     (
         "vllm026_h200_fail_unguarded.log",
         INFRASTRUCTURE,
@@ -142,6 +169,25 @@ def test_recorded_failures(name: str, status: TrialStatus, cause: str, evidence:
 
 def test_every_recorded_failure_is_listed_above() -> None:
     assert {row[0] for row in RECORDED_FAILURES} == {path.name for path in RECORDED.glob("*_fail_*.log")}
+
+
+def test_sglang_that_could_not_bind_is_given_up_though_it_hangs() -> None:
+    log = (RECORDED / "sglang0517_cpu_fail_port_in_use.log").read_text(encoding="utf-8")
+    # It said nothing more for 102 s, then its processes were ended from outside.
+    hanging, ended, _ = log.partition("[2026-11-29 22:20:46]")
+    assert ended
+    assert ENGINES["sglang"].diagnose(hanging, None).cause == "port_taken"
+
+
+def test_the_least_memory_fraction_is_told() -> None:
+    lever = recorded("sglang0517_cpu_fail_memory_fraction.log").lever
+    assert lever == "raise mem-fraction-static from 0.001 to more than 0.017"
+
+
+def test_a_flag_is_not_its_own_nearest() -> None:
+    lever = recorded("sglang0517_cpu_fail_bad_flag.log").lever
+    assert lever is not None
+    assert "did you mean --no-such-flag" not in lever
 
 
 def test_recorded_kv_failure_in_numbers() -> None:

@@ -68,6 +68,23 @@ def test_sglang_0517() -> None:
     }
 
 
+def test_sglang_0517_to_the_end_of_its_start() -> None:
+    """On a CPU: what the H200 log above, which ends sooner, does not tell."""
+    told = recorded("sglang", "sglang0517_cpu.log")
+    assert told == {
+        "model_load_s": 0.46,
+        "model_gib": 0.27,
+        "after_pool_free_gib": 18.89,
+        "k_cache_gib": 0.21,
+        "v_cache_gib": 0.21,
+        "kv_available_gib": 0.42,
+        "kv_tokens": 20000,
+        "max_running_requests": 8,
+        "max_len_tokens": 8192,
+        "after_start_free_gib": 18.88,
+    }
+
+
 def test_llamacpp_b11434() -> None:
     assert recorded("llamacpp", "llama_ngmod.log") == {"slots": 4, "slot_len_tokens": 2048, "kv_tokens": 8192}
 

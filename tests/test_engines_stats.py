@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import fields
 from pathlib import Path
@@ -53,6 +54,30 @@ def test_vllm_032_cpu_page() -> None:
         kv_tokens=46592,
         start_time_s=1.79596073735e09,
     )
+
+
+def test_sglang_0517_page_under_speculation() -> None:
+    """On a CPU, whose missing kernels were stood in for; the scheduler, its counters and the page are the engine's."""
+    info = json.loads(read("sglang0517_cpu_ngram_server_info.json"))
+    seen = stats("sglang", read("sglang0517_cpu_ngram_metrics.txt"), info)
+    assert seen == EngineStats(
+        prompt_tokens=662,
+        generation_tokens=596,
+        prefix_hit_tokens=485,
+        drafts=175,
+        # Five draft tokens in SGLang's count are four proposals and the bonus token.
+        draft_tokens=175 * 4,
+        accepted_tokens=596 - 16 - 175,
+        requests_running=0,
+        requests_waiting=0,
+        kv_tokens=20000,
+        acceptance_length_gauge=4.5,
+    )
+    # The last request alone, as the engine itself tells it: its last step was cut at max_tokens, one token of it.
+    told = json.loads(read("sglang0517_cpu_ngram_generate.json"))["meta_info"]
+    delivered = told["completion_tokens"] - 1 - told["spec_verify_ct"]
+    assert (delivered, told["spec_num_correct_drafts"]) == (235, 236)
+    assert told["spec_num_proposed_drafts"] == 4 * told["spec_verify_ct"]
 
 
 def test_llamacpp_page_counts_cached_prompt_tokens_like_the_others() -> None:

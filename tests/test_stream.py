@@ -50,7 +50,8 @@ def test_any_cut_of_the_bytes_gives_the_same_events(events, end, borders, bom):
 
 
 @given(
-    borders=st.lists(st.integers(0, 100_000), max_size=40), name=st.sampled_from(["vllm_cpu_sse", "llama_sse_ngram"])
+    borders=st.lists(st.integers(0, 100_000), max_size=40),
+    name=st.sampled_from(["vllm_cpu_sse", "llama_sse_ngram", "sglang0517_cpu_ngram_sse"]),
 )
 def test_any_cut_of_a_recorded_stream_reads_the_same(borders, name):
     data = (RECORDED / f"{name}.txt").read_bytes()
@@ -88,6 +89,16 @@ def test_white_space_around_a_document_is_read_over():
         line.replace(b"data: ", b"data: \t ", 1).replace(b"\n\n", b" \n\n") for line in (chunk({"content": "hi"}),)
     ]
     assert replied(*pieces).text == "hi"
+
+
+def test_a_recorded_sglang_stream():
+    reply = replied((RECORDED / "sglang0517_cpu_ngram_sse.txt").read_bytes())
+    assert (reply.prompt_tokens, reply.completion_tokens, reply.finish_reason) == (41, 32, "length")
+    assert reply.chunk_tokens is None
+    # Running usage tells what a step brought: one token, or four accepted proposals and one more, cut at max_tokens.
+    counted = replied((RECORDED / "sglang0517_cpu_ngram_sse_continuous_usage.txt").read_bytes())
+    assert counted.chunk_tokens == (1, 1, 1, 1, 1, 1, 5, 5, 5, 3)
+    assert counted.completion_tokens == 24
 
 
 def test_a_recorded_vllm_stream():

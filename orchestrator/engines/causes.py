@@ -82,7 +82,7 @@ CAUSES: dict[str, Cause] = {
         (
             "model_missing",
             "the model's weights, configuration or tokenizer were not found",
-            "check engine.model: a folder with config, weights and tokenizer, or a name that can be downloaded here",
+            "check engine.model and the draft model: folders with config, weights and tokenizer, or names to download",
         ),
         (
             "weights_mismatch",

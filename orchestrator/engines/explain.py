@@ -37,6 +37,7 @@ _DERIVED = re.compile(
 # A front end that still lives while its engine is dead says one of these.
 _DEAD_INSIDE = re.compile(
     r"EngineCore encountered a fatal error|EngineDeadError|hit an exception|EngineCore failed to start"
+    r"|while attempting to bind on address"
 )
 _READY = re.compile(r"Application startup complete|fired up and ready|server is listening|listening on http")
 _LOADING = re.compile(r"Loading model from|Starting to load model|Load weight begin|load_model: loading model")

@@ -86,7 +86,7 @@ _FLAG = re.compile(r"(?<![\w/.-])-{1,2}[A-Za-z][\w-]*")
 # An option begins on a line of its own: argparse indents it by two, llama.cpp not at all; what explains it stands
 # further right.
 _OPTION = re.compile(r"^ {0,6}(?=-\S)", re.MULTILINE)
-_USAGE = re.compile(r"^usage:.*?(?=^\s*$|^\S+: error:|\Z)", re.MULTILINE | re.DOTALL)
+_USAGE = re.compile(r"^usage:.*?(?=^\s*$|^\S[^\n:]*: error:|\Z)", re.MULTILINE | re.DOTALL)
 _REMOVED = re.compile(r"the argument has been removed\.?\s*(.*)", re.DOTALL)
 
 

@@ -69,6 +69,11 @@ RULES: tuple[Rule, ...] = (
         summary="{heads} cannot be split over {gpus} GPUs",
         lever="choose a tensor parallel size that divides {heads}",
     ),
+    _rule(
+        "bad_value",
+        r"(?P<message>tp_size <gpus> should be smaller than or equal to number of numa node[^,]*)",
+        lever="a smaller tp-size, or set SGLANG_CPU_OMP_THREADS_BIND",
+    ),
     _rule("draft_not_divisible", r"num_speculative_tokens:<got> must be divisible by n_predict=<block>"),
     _rule("no_schedulable_tokens", r"which does not allow any tokens to be scheduled"),
     _rule(
@@ -133,6 +138,14 @@ RULES: tuple[Rule, ...] = (
         r"Model architectures .{1,200}? are not supported for now|unknown model architecture: '[^']*'"
         r"|does not recognize this architecture|architectures? .{1,120}? (?:is|are) not supported by",
     ),
+    # SGLang judges its own values in two places; what one of them raises without a rule above is a refusal too.
+    _rule(
+        "bad_value",
+        r'File "[^"]*/sglang/srt/(?:server_args|arg_groups/\w+)\.py"[^\n]*\n'
+        r"(?:[ \t][^\n]*\n)*(?:ValueError|AssertionError|NotImplementedError): (?P<message>[^\n]+)",
+        weak=True,
+        quoted=True,
+    ),
     # The KV cache.
     _rule(
         "kv_cache_too_small",
@@ -156,6 +169,13 @@ RULES: tuple[Rule, ...] = (
         r"(?: Current value: mem_fraction_static=<mem_fraction_static>)?",
         summary="nothing is left for the KV cache",
         lever="raise mem-fraction-static by 0.01, fewer max-running-requests, or a smaller draft model",
+    ),
+    _rule(
+        "kv_cache_too_small",
+        r"Loaded weights leave no GPU memory for the KV cache under --mem-fraction-static=<now>\. "
+        r"Raise --mem-fraction-static above <least>",
+        summary="nothing is left for the KV cache",
+        lever="raise mem-fraction-static from {now} to more than {least}",
     ),
     _rule(
         "kv_cache_too_small",
@@ -212,15 +232,22 @@ RULES: tuple[Rule, ...] = (
         r"cannot import name '\w+' from (?:partially initialized module )?'(?P<module>[\w.]+)'",
         weak=True,
     ),
+    _rule(
+        "gpu_unavailable",
+        r"(?P<library>lib(?:cuda|nvidia-ml)\.so\.1): cannot open shared object file",
+        weak=True,
+        summary="the engine is built for NVIDIA GPUs and this machine has no driver ({library} is missing)",
+    ),
     _rule("module_mismatch", r"(?<!\S)(?P<module>\S{1,300}\.so[\d.]*): cannot open shared object file", weak=True),
     _rule(
         "gpu_unavailable",
         r"No CUDA GPUs are available|Found no NVIDIA driver|Failed to infer device type|no CUDA-capable device"
-        r"|CUDA driver version is insufficient|NVIDIA driver on your system is too old|invalid device ordinal",
+        r"|CUDA driver version is insufficient|NVIDIA driver on your system is too old|invalid device ordinal"
+        r"|No accelerator \(.{1,80}?\) or platform plugin is available|RuntimeError: 0 active drivers",
     ),
     _rule(
         "toolchain_missing",
-        r"Could not find nvcc|CUDA_HOME environment variable is not set|Ninja is required",
+        r"Could not find nvcc|CUDA_HOME environment variable is not set|Ninja is required|ninja exited with status",
         weak=True,
     ),
     _rule("toolchain_missing", r"No such file or directory: '[^']*(?:nvcc|ninja)'", weak=True),
@@ -235,7 +262,8 @@ RULES: tuple[Rule, ...] = (
     # The model's files.
     _rule(
         "model_missing",
-        r"Repo id must be in the form|is not a valid model identifier|Invalid repository ID or local directory"
+        r"Repo id must (?:be in the form|use alphanumeric)|is not a valid model identifier"
+        r"|Invalid repository ID or local directory"
         r"|does not appear to have a file named|Cannot find any model weights|RepositoryNotFoundError|GatedRepoError"
         r"|LocalEntryNotFoundError|We couldn't connect to '?https?://"
         r"|Can't load (?:tokenizer|image processor|the config)|Couldn't instantiate the backend tokenizer"
@@ -248,6 +276,11 @@ RULES: tuple[Rule, ...] = (
         r"|There is no module or parameter named '\S+' in",
     ),
     _rule("weights_damaged", r"Error while deserializing header|MetadataIncompleteBuffer|not fully covered"),
+    _rule(
+        "weights_damaged",
+        r"config file at '(?P<file>[^']+)' is not a valid JSON file",
+        summary="a file of the model is damaged: {file} is not valid JSON",
+    ),
     # The rest.
     _rule("graph_capture_failed", r"Capture cuda graph failed", weak=True),
     _rule("no_progress", r"Watchdog timeout|RPC call to \S+ timed out|watchdog got stuck", weak=True),
