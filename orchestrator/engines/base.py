@@ -127,13 +127,14 @@ def resolve_command(spec: EngineSpec, default: list[str]) -> tuple[list[str], st
     """The command of `spec` and the folder that must lead PATH (None: PATH as it is).
 
     With `environment`, a first word without a slash is looked up in that engine environment's `bin`
-    (`ROOT/.engines/NAME/bin`, or NAME/bin when it is an absolute path). A wrapper (`numactl`, `nice`) is found on
+    (`ROOT/.engines/NAME/bin`, or NAME/bin below ROOT when it has a slash). A wrapper (`numactl`, `nice`) is found on
     PATH: the environment lacks it and has the program behind it.
     """
     command = list(spec.command or default)
     if spec.environment is None:
         return command, None
-    bin_folder = Path(spec.root) / ".engines" / spec.environment / "bin"
+    place = spec.environment if "/" in spec.environment else f".engines/{spec.environment}"
+    bin_folder = Path(spec.root) / place / "bin"
     own = bin_folder / command[0]
     wraps = not own.exists() and any((bin_folder / word).is_file() for word in command[1:])
     if "/" not in command[0] and not wraps:
