@@ -35,7 +35,7 @@ class Manifest:
 
     packages: name -> version inside. from_host: name -> version resolved for it, left to the host.
     differs: name -> "resolved, host" where the requirements file says to take the host's all the same.
-    needs: archives whose files this one links to.
+    needs: archives whose files this one links to, name -> archive_sha256.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Manifest:
     packages: dict[str, str]
     from_host: dict[str, str]
     differs: dict[str, str]
-    needs: list[str]
+    needs: dict[str, str]
     unpacked_bytes: int
     archive_sha256: str
     parts: list[Part]
@@ -93,7 +93,7 @@ def pack(
                 packages=inside,
                 from_host=from_host,
                 differs=differs,
-                needs=sorted(needs),
+                needs={each.name: each.archive_sha256 for each in manifests if each.name in needs},
                 unpacked_bytes=size,
                 archive_sha256=digest,
                 parts=parts,

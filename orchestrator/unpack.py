@@ -21,6 +21,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from graphlib import TopologicalSorter
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import IO, Any
@@ -48,9 +49,10 @@ def unpack(
         raise UnpackError(
             f"{folder}: no manifest of {', '.join(missing) or 'any environment'}; it holds {sorted(known)}"
         )
-    chosen = [known[name] for name in names] if names else manifests
+    chosen = names or list(known)
     # An archive may link to files of another one, which then must be there first.
-    return [_unpack_one(m, folder, into, echo) for m in sorted(chosen, key=lambda m: len(m["needs"]))]
+    links = {name: [other for other in known[name]["needs"] if other in chosen] for name in chosen}
+    return [_unpack_one(known[name], folder, into, echo) for name in TopologicalSorter(links).static_order()]
 
 
 def _unpack_one(manifest: dict[str, Any], folder: Path, into: Path, echo: Callable[[str], object]) -> Path:
@@ -60,15 +62,15 @@ def _unpack_one(manifest: dict[str, Any], folder: Path, into: Path, echo: Callab
     if manifest["python"] != here:
         raise UnpackError(f"{name} is packed for Python {manifest['python']}, this is {here} ({sys.executable})")
     stamp = target / STAMP
-    if (
-        stamp.is_file()
-        and json.loads(stamp.read_text(encoding="utf-8"))["archive_sha256"] == manifest["archive_sha256"]
-    ):
+    if _unpacked_sha256(target) == manifest["archive_sha256"]:
         echo(f"{name}: there already")
         return target
-    for other in manifest["needs"]:
-        if not (into / other / STAMP).is_file():
+    for other, needed_sha256 in manifest["needs"].items():
+        there = _unpacked_sha256(into / other)
+        if there is None:
             raise UnpackError(f"{name} links to files of {other}: unpack {other} into {into} first")
+        if there != needed_sha256:
+            raise UnpackError(f"{name} links to files of another {other} than the one in {into}: pack both in one call")
     started = time.monotonic()
     parts = _checked_parts(manifest, folder)
     if target.is_symlink():
@@ -90,6 +92,12 @@ def _unpack_one(manifest: dict[str, Any], folder: Path, into: Path, echo: Callab
     seconds = time.monotonic() - started
     echo(f"{name}: {manifest['engine']} {manifest['engine_version']} unpacked into {target} in {seconds:.0f} s")
     return target
+
+
+def _unpacked_sha256(target: Path) -> str | None:
+    """Of the archive that `target` was unpacked from; None when it is not there or not finished."""
+    stamp = target / STAMP
+    return json.loads(stamp.read_text(encoding="utf-8")).get("archive_sha256") if stamp.is_file() else None
 
 
 def _checked_parts(manifest: dict[str, Any], folder: Path) -> list[Path]:

@@ -85,7 +85,7 @@ def test_a_packed_environment_runs_where_it_is_unpacked(root: Path) -> None:
         shown = subprocess.run([root / "host/.engines" / name], capture_output=True, text=True, check=True)
         assert shown.stdout == said
     assert (root / "host/.engines/first/bin/common-tool").read_text() == "a compiled program"
-    assert second.needs == ["first"]
+    assert second.needs == {"first": first.archive_sha256}
 
 
 def test_a_file_that_two_archives_share_travels_once(root: Path) -> None:
@@ -96,7 +96,20 @@ def test_a_file_that_two_archives_share_travels_once(root: Path) -> None:
     unpack.unpack(root / "parts", root / "engines", echo=lambda _: None)
     relative = f"lib/python{PYTHON}/site-packages/common.py"
     assert (root / "engines/first" / relative).samefile(root / "engines/second" / relative)
-    assert first.needs == []
+    assert first.needs == {}
+
+
+def test_links_into_another_build_of_an_archive_are_refused(root: Path) -> None:
+    pack(root, "first", "second")
+    (root / "elsewhere").mkdir()
+    for path in (root / "parts").glob("second*"):
+        path.rename(root / "elsewhere" / path.name)
+    # Packed alone and anew, as one does after a change of its requirements.
+    (root / "first.resolution").write_text("alpha==1.0\n")
+    pack(root, "first")
+    unpack.unpack(root / "parts", root / "engines", echo=lambda _: None)
+    with pytest.raises(unpack.UnpackError, match="pack both in one call"):
+        unpack.unpack(root / "elsewhere", root / "engines", echo=lambda _: None)
 
 
 def test_an_unpacked_environment_sees_the_packages_of_its_host(root: Path) -> None:
