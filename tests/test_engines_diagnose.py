@@ -129,8 +129,11 @@ RECORDED_FAILURES = [
     ("sglang0517_cpu_fail_compile.log", INFRASTRUCTURE, "toolchain_missing", "ninja exited with status 1"),
     ("sglang0517_cpu_fail_device.log", INFRASTRUCTURE, "gpu_unavailable", "Found no NVIDIA driver"),
     ("sglang0517_cpu_fail_device_of_method.log", REFUSED, "bad_value", "only supports CUDA device"),
+    # Nothing of ours names this one: unknown, with its first traceback.
+    ("sglang0517_cpu_fail_device_of_group.log", FAILED, "unknown", "Expected a cuda device, but got: cpu"),
     ("sglang0517_cpu_fail_hub_name.log", REFUSED, "model_missing", "LocalEntryNotFoundError"),
     ("sglang0517_cpu_fail_killed.log", INFRASTRUCTURE, "killed", "scheduler_0"),
+    ("sglang0517_cpu_fail_kv_allocation.log", UNFIT, "host_out_of_memory", "DefaultCPUAllocator: can't allocate"),
     ("sglang0517_cpu_fail_max_len_over_model.log", REFUSED, "max_len_over_model", "context_length (16384) is greater"),
     ("sglang0517_cpu_fail_memory_fraction.log", UNFIT, "kv_cache_too_small", "leave no GPU memory for the KV cache"),
     ("sglang0517_cpu_fail_method.log", REFUSED, "unknown_method", "NOSUCH"),

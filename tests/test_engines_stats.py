@@ -130,7 +130,7 @@ def test_sglang_acceptance_comes_from_counters() -> None:
     assert (seen.kv_tokens, seen.requests_running, seen.requests_waiting) == (1900, 1, None)
 
 
-def test_sglang_server_info_since_the_start_goes_before_the_gauge_of_the_last_interval() -> None:
+def test_sglang_server_info_goes_before_the_gauge_of_the_page() -> None:
     assert stats("sglang", SGLANG_PAGE).acceptance_length_gauge == 3.7
     info = {"internal_states": [{"avg_spec_accept_length": 2.5}]}
     assert stats("sglang", SGLANG_PAGE, info).acceptance_length_gauge == 2.5

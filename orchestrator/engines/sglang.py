@@ -89,9 +89,9 @@ class SGLang:
         return (*(word for word in command if word not in ("--model-path", "--model")), "--help")
 
     def stats(self, metrics_text: str | None, server_info: Mapping[str, Any] | None) -> EngineStats:
-        """Counters from the metrics page; the acceptance since the start from /server_info where counters are missing.
+        """Counters from the metrics page. Without them the acceptance length of /server_info, else the page's.
 
-        The page's own acceptance values are gauges over the last log interval: used last of all.
+        Both lengths are gauges that move with the engine's log lines, every 40 steps.
         """
         page = read_page(metrics_text)
         prompt_tokens = page.total("sglang:prompt_tokens_total")
@@ -196,7 +196,7 @@ def _verified(page: Page) -> tuple[float | None, float | None]:
     """(verification steps, accepted draft tokens) since the start.
 
     A request's first token comes from its prefill and every step adds one token beside the accepted ones; all three
-    counters move together when a request ends.
+    counters move together when a request ends. Accepted tokens that max_tokens cut off are not counted.
     """
     steps = page.total("sglang:spec_verify_calls_total")
     generated = page.total("sglang:generation_tokens_total")
@@ -217,8 +217,8 @@ def _draft_tokens(server_info: Mapping[str, Any] | None) -> int | None:
 
 def _acceptance_length(page: Page, server_info: Mapping[str, Any] | None) -> float | None:
     states = (server_info or {}).get("internal_states") or [{}]
-    since_start = states[0].get("avg_spec_accept_length")
-    length = since_start if isinstance(since_start, int | float) else page.largest("sglang:spec_accept_length")
+    told = states[0].get("avg_spec_accept_length")
+    length = told if isinstance(told, int | float) else page.largest("sglang:spec_accept_length")
     # With its bonus token a length is 1 or more: a 0 says that nothing was verified yet.
     return float(length) if length and math.isfinite(length) else None
 
