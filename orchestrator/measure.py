@@ -39,7 +39,8 @@ class Surroundings:
 
     log_text: the engine's log so far. foreign_gpu_users: who else is on the GPUs, one text each; called from another
     thread. check_alive: raises EngineFailure when the engine is gone. proposals: draft tokens per step (None: no
-    speculation). method: the speculative method, for the acceptance that is expected of it.
+    speculation). method: the speculative method, for the acceptance that is expected of it. forget_path: asked before
+    every repeat, where a drafter would draft the answers of the one before.
     """
 
     log_text: Callable[[], str] = lambda: ""
@@ -47,6 +48,7 @@ class Surroundings:
     check_alive: Callable[[], None] = lambda: None
     proposals: int | None = None
     method: str | None = None
+    forget_path: str | None = None
     synthetic_acceptance: bool = False
 
 
@@ -172,6 +174,9 @@ class _Job:
     async def _repeat(
         self, client: Client, prompts: Sequence[Prompt], repeat: int, on_done: Callable[[int], None]
     ) -> Window:
+        if self.surroundings.forget_path:
+            # An engine that refuses shows it in its acceptance: `drafter_remembers`.
+            await client.get(self.surroundings.forget_path)
         before = await self._stats(client)
         window = await client.run(prompts, self.workload, repeat, check=self.surroundings.check_alive, on_done=on_done)
         return replace(window, before=before, after=await self._stats(client))

@@ -220,6 +220,7 @@ class _Story:
             check_alive=running.check_alive,
             proposals=plan.proposals,
             method=plan.method,
+            forget_path=plan.forget_path,
             synthetic_acceptance=plan.synthetic_acceptance,
         )
         run = measure(

@@ -220,6 +220,26 @@ def test_proposals_are_comparable_between_engines(kind: str, args: dict[str, Any
     assert plan(kind, args).proposals == proposals
 
 
+@pytest.mark.parametrize(
+    ("kind", "args", "method", "forgets"),
+    [
+        ("vllm", {}, None, False),
+        ("vllm", {"speculative-config": {"method": "dspark", "num_speculative_tokens": 6}}, "dspark", False),
+        ("vllm", {"spec-method": "ngram", "spec-tokens": 2}, "ngram", False),
+        ("sglang", {}, None, False),
+        ("sglang", {"speculative-algorithm": "none"}, None, False),
+        ("sglang", {"speculative-algorithm": "DSPARK"}, "DSPARK", False),
+        ("sglang", {"speculative-algorithm": "ngram"}, "NGRAM", True),
+        ("llamacpp", {"spec-type": "none"}, None, False),
+        ("llamacpp", {"-md": "draft.gguf"}, "draft-simple", False),
+        ("llamacpp", {"spec-type": ["ngram-simple", "draft-mtp"]}, "ngram-simple,draft-mtp", False),
+    ],
+)
+def test_the_method_is_told(kind: str, args: dict[str, Any], method: str | None, forgets: bool) -> None:
+    made = plan(kind, args)
+    assert (made.method, made.forget_path is not None) == (method, forgets)
+
+
 def test_speculation_without_a_number_is_told() -> None:
     assert plan("vllm", {"speculative-config": {"method": "mtp"}}).warnings
     assert plan("sglang", {"speculative-algorithm": "DSPARK"}).warnings

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -194,6 +195,13 @@ def _fast(**behaviour) -> dict:
             {},
             {"proposals": 6, "method": "unheard_of"},
         ),
+        (
+            "drafter_remembers",
+            DSPARK,
+            {"acceptance": [0.6, 0.4, 0.3, 0.2, 0.1, 0.1], "remembers": True},
+            {"num_prompts": 4},
+            {"proposals": 6, "method": "suffix"},
+        ),
         ("few_repeats", (), _fast(), {"repeats": 2}, {}),
         ("synthetic_acceptance", DSPARK, {}, {}, {"proposals": 6, "method": "dspark", "synthetic_acceptance": True}),
         ("random_prompts", DSPARK, {}, {"kind": "tokens", "prompt_tokens": 50}, {"proposals": 6, "method": "dspark"}),
@@ -224,6 +232,7 @@ def test_a_code_is_earned(fake_engine, code, flags, behaviour, changes, surround
         ("degenerate_output", (), _fast(text="code"), {"output_tokens": 400}, {}),
         ("acceptance_collapse", DSPARK, {"collapse_after": 0}, {}, {"proposals": 6, "synthetic_acceptance": True}),
         ("acceptance_collapse", DSPARK, {}, {}, {"proposals": 6, "method": "dspark"}),
+        ("drafter_remembers", DSPARK, {"acceptance": [0.6, 0.4, 0.3, 0.2, 0.1, 0.1]}, {}, {"proposals": 6}),
         ("synthetic_acceptance", DSPARK, {}, {}, {"proposals": 6, "method": "dspark"}),
         ("random_prompts", (), _fast(), {"kind": "tokens", "prompt_tokens": 50}, {}),
         ("sampling_overridden", (), _fast(), {}, {"log_text": lambda: "INFO started\n"}),
@@ -234,6 +243,19 @@ def test_a_code_is_not_earned(fake_engine, code, flags, behaviour, changes, surr
     engine = fake_engine("vllm", *flags, **behaviour)
     run = measured(engine, surroundings=Surroundings(**surroundings), **changes)
     assert code not in codes(run), run.verdict
+
+
+def test_a_drafter_that_learns_from_answers_forgets_them_between_repeats(fake_engine):
+    flags = ("--enable-metrics", "--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "5")
+    learning = {"acceptance": [0.5, 0.3, 0.2, 0.1], "remembers": True}
+    around = Surroundings(proposals=4, method="NGRAM")
+    kept = measured(fake_engine("sglang", *flags, **learning), "sglang", around, num_prompts=4)
+    assert "drafter_remembers" in codes(kept)
+    around = replace(around, forget_path="/flush_cache?timeout=5")
+    fresh = measured(fake_engine("sglang", *flags, **learning), "sglang", around, num_prompts=4)
+    assert fresh.verdict.level is Level.VALID, fresh.verdict
+    assert value(fresh, "acceptance_rate") == pytest.approx(0.275, abs=0.1)
+    assert value(kept, "acceptance_rate") > 0.8
 
 
 def test_failing_requests_do_not_make_an_engine_fast(fake_engine):

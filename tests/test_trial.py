@@ -99,6 +99,23 @@ def test_a_refused_k_is_no_failure_of_the_machine(tmp_path: Path) -> None:
     assert result.proposals == 4
 
 
+def test_what_the_method_should_reach_is_known_to_the_verdict(tmp_path: Path) -> None:
+    args = {"speculative-config": {"method": "dspark", "num_speculative_tokens": 6}}
+    # No position collapses after the one before it: only the method's own band tells that these are too few.
+    result = run(trial_spec(tmp_path, args=args, acceptance=[0.25, 0.2, 0.15, 0.1, 0.05, 0.02]), tmp_path)
+    assert result.verdict is not None
+    assert "acceptance_collapse" in {reason.code for reason in result.verdict.reasons}
+
+
+def test_a_drafter_that_learns_is_made_to_forget(tmp_path: Path) -> None:
+    args = {"speculative-algorithm": "NGRAM", "speculative-num-draft-tokens": 5}
+    workloads = {"chat": replace(SHORT, num_prompts=4, output_tokens=24)}
+    slow = {"acceptance": [0.5, 0.3, 0.2, 0.1], "remembers": True}
+    result = run(trial_spec(tmp_path, "sglang", args=args, workloads=workloads, **slow), tmp_path)
+    assert result.verdict is not None
+    assert result.verdict.reasons == ()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_out_of_memory_under_load_keeps_what_was_measured(tmp_path: Path, kind: str) -> None:
     # Readiness 1, warm-up 2, six measured: it dies in the second workload.

@@ -31,7 +31,8 @@ class LaunchPlan:
     """One engine start, as data. `env` is what is added to the inherited environment.
 
     parallel_size is the number of GPUs the command line asks for (tensor x pipeline parallel); proposals the number
-    of draft tokens proposed per step, comparable between engines (None: no speculation).
+    of draft tokens proposed per step, comparable between engines (None: no speculation), method their source.
+    forget_path: a GET of it makes a drafter forget earlier answers, where it learns from them.
     api_key_variable or api_key_flag says how the engine is told its key; the key itself is made at the start.
     rendezvous_variable or rendezvous_flag says how it is told the port that its own processes meet on.
     """
@@ -45,6 +46,7 @@ class LaunchPlan:
     parallel_size: int = 1
     proposals: int | None = None
     method: str | None = None
+    forget_path: str | None = None
     synthetic_acceptance: bool = False
     api_key_variable: str | None = None
     api_key_flag: str | None = None

@@ -54,6 +54,7 @@ class LlamaCpp:
             path_prefix=path_prefix,
             parallel_size=_parallel_size(spec.args),
             proposals=_proposals(spec.args),
+            method=",".join(_speculators(spec.args)) or None,
             synthetic_acceptance=argument(spec.args, "spec-synth-len", "spec-synth-rates") is not None,
             api_key_variable="LLAMA_API_KEY",
         )
@@ -133,15 +134,18 @@ _DRAFT_LIMIT = {
 }
 
 
-def _proposals(args: Mapping[str, Any]) -> int | None:
-    """The largest number of tokens that any of the chosen speculators proposes at a time."""
+def _speculators(args: Mapping[str, Any]) -> list[str]:
     types = argument(args, "spec-type")
     names = types if isinstance(types, list) else str(types or "").split(",")
     if types is None and argument(args, "spec-draft-model", "-md", "model-draft") is not None:
         names = ["draft-simple"]
+    return [name for name in names if name and name != "none"]
+
+
+def _proposals(args: Mapping[str, Any]) -> int | None:
+    """The largest number of tokens that any of the chosen speculators proposes at a time."""
     limits = []
-    for name in names:
-        if name and name != "none":
-            flag, default = _DRAFT_LIMIT.get(name, ("spec-draft-n-max", 3))
-            limits.append(whole_number("llama.cpp", args, flag, default=default) or default)
+    for name in _speculators(args):
+        flag, default = _DRAFT_LIMIT.get(name, ("spec-draft-n-max", 3))
+        limits.append(whole_number("llama.cpp", args, flag, default=default) or default)
     return max(limits, default=None)

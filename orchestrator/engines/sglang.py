@@ -62,7 +62,8 @@ class SGLang:
         argv = [*command, model, "--host", "127.0.0.1", "--port", str(port), "--enable-metrics"]
         if spec.served_model_name:
             argv += ["--served-model-name", spec.served_model_name]
-        proposals, warnings = _proposals(spec.args)
+        method = _method(spec.args)
+        proposals, warnings = _proposals(spec.args, method)
         warnings += tuple(
             f"{flag_name(key)}: false cannot be said to SGLang and is left out; it may switch it on by itself"
             for key, value in spec.args.items()
@@ -77,6 +78,9 @@ class SGLang:
             path_prefix=path_prefix,
             parallel_size=_parallel_size(spec.args),
             proposals=proposals,
+            method=method,
+            # Its n-gram corpus grows with every answer, and goes with the cache. It waits for idleness that long.
+            forget_path="/flush_cache?timeout=5" if method == "NGRAM" else None,
             synthetic_acceptance=_simulates_acceptance(spec.env),
             api_key_flag="--api-key",
             rendezvous_flag=None if argument(spec.args, "nccl-port", "dist-init-addr") else "--nccl-port",
@@ -165,15 +169,18 @@ def _parallel_size(args: Mapping[str, Any]) -> int:
     return tensor * pipeline * (1 if argument(args, "enable-dp-attention") else data)
 
 
-def _proposals(args: Mapping[str, Any]) -> tuple[int | None, tuple[str, ...]]:
+def _method(args: Mapping[str, Any]) -> str | None:
+    algorithm = str(argument(args, "speculative-algorithm") or "NONE").upper()
+    return None if algorithm == "NONE" else algorithm
+
+
+def _proposals(args: Mapping[str, Any], name: str | None) -> tuple[int | None, tuple[str, ...]]:
     """Draft tokens proposed per step: one less than speculative-num-draft-tokens, which counts the bonus token."""
-    algorithm = argument(args, "speculative-algorithm")
-    if algorithm is None or str(algorithm).upper() == "NONE":
+    if name is None:
         return None, ()
     draft_tokens = whole_number("SGLang", args, "speculative-num-draft-tokens")
     block = whole_number("SGLang", args, "speculative-dspark-block-size")
     steps = whole_number("SGLang", args, "speculative-num-steps")
-    name = str(algorithm).upper()
     if draft_tokens is not None:
         return draft_tokens - 1, ()
     if name == "DSPARK" and block is not None:

@@ -64,6 +64,7 @@ class VLLM:
             path_prefix=path_prefix,
             parallel_size=_parallel_size(spec.args),
             proposals=_proposals(speculative),
+            method=str(speculative["method"]) if "method" in speculative else None,
             synthetic_acceptance=speculative.get("rejection_sample_method") == "synthetic",
             api_key_variable="VLLM_API_KEY",
             # With data parallelism some versions look for several ports from this one on and never end.

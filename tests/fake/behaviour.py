@@ -34,6 +34,7 @@ class Behaviour:
     acceptance: list[float] | Mapping[str, list[float]] | None = None
     ttft_s: float = 0.02
     prefill_tok_s: float = 50_000.0
+    remembers: bool = False
     noise: float = 0.0
     launch_noise: float = 0.0
     first_touch_s: float = 0.0

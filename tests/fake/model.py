@@ -121,13 +121,13 @@ class Pace:
     def prefill_s(self, uncached_tokens: int) -> float:
         return self.behaviour.ttft_s + uncached_tokens / self.behaviour.prefill_tok_s
 
-    def steps(self, number: int, num_tokens: int, phase: float) -> tuple[list[int], float]:
-        """Accepted tokens of every step that brings `num_tokens`, and the duration of a whole step.
+    def steps(self, number: int, num_tokens: int, phase: float, *, known: bool = False) -> tuple[list[int], float]:
+        """Accepted tokens of every step that brings `num_tokens` (`known`: all), and the duration of a whole step.
 
         The draws are an even (golden-ratio) sequence. What a finite number of them misses of the mean is made good
         in the duration, so that the decode speed of every request is the one that was set.
         """
-        rates = self._rates(number)
+        rates = (1.0,) * self.launch.proposals if known else self._rates(number)
         taken: list[int] = []
         total, whole_steps = 0, 0.0
         while total < num_tokens:

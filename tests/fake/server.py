@@ -160,7 +160,8 @@ async def server_info(state: State, request: web.Request) -> web.Response:
     inner: dict[str, Any] = {"last_gen_throughput": 0.0, "memory_usage": memory}
     if c.drafts:
         inner["avg_spec_accept_length"] = (c.drafts + c.accepted_tokens) / c.drafts
-    arguments = {k.lstrip("-").replace("-", "_"): v for k, v in launch.args.items() if "key" not in k}
+    told = {k.lstrip("-").replace("-", "_"): v for k, v in launch.args.items() if "key" not in k}
+    arguments = {name: int(v) if isinstance(v, str) and v.isdecimal() else v for name, v in told.items()}
     body = arguments | {"model_path": launch.model, "version": state.behaviour.version or VERSIONS["sglang"]}
     return web.json_response(body | {"max_total_num_tokens": KV_TOKENS["sglang"], "internal_states": [inner]})
 
@@ -171,6 +172,7 @@ async def reset_cache(state: State, request: web.Request) -> web.Response:
     done = wish == "works" and not state.counters.running
     if done:
         state.cache.blocks.clear()
+        state.answered.clear()
     if wish == "empty":
         return web.Response()
     if state.launch.dialect == "vllm":
