@@ -94,9 +94,9 @@ FIRST_TOUCH_EXCESS_S = 0.25
 BUNCHED_SHARE = 0.1
 LOW_FIRST_POSITION = 0.3
 # Acceptance of the first repeat over that of the later ones: 0.69 to 1.02 in recorded runs of drafters without a
-# memory, 0.14 to 0.21 with one. What is remembered is accepted nearly always.
-REMEMBERED_FACTOR = 0.5
-REMEMBERED_RATE, REMEMBERED_RATE_FACTOR = 0.85, 0.8
+# memory, 0.14 to 0.21 with one. What is remembered is accepted nearly always: a low rate varies for other reasons.
+# (acceptance of the later repeats from which on a factor holds, factor)
+REMEMBERED = ((0.85, 0.8), (0.4, 0.5))
 # Accepted / drafted below which a trained draft of that method is more likely broken than unlucky. From public
 # reports: sound drafts 0.35-0.9, drafts with missing weights or a wrong block size 0.04-0.14.
 LOWEST_ACCEPTANCE: Mapping[str, float] = {
@@ -317,7 +317,7 @@ def _drafter_remembers(measurement: Measurement) -> Reason | None:
     later = median(rest)
     if first is None or later is None:
         return None
-    if first >= later * (REMEMBERED_RATE_FACTOR if later >= REMEMBERED_RATE else REMEMBERED_FACTOR):
+    if not any(later >= least and first < factor * later for least, factor in REMEMBERED):
         return None
     return Reason(
         code="drafter_remembers",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,34 @@ def test_an_answer_that_was_cut_without_a_reason_is_short():
     assert "short_output" in judged(answered(completion_tokens=5, chunk_tokens=(2, 3)))
     assert "short_output" in judged(answered(completion_tokens=5, chunk_tokens=(2, 3), finish_reason=None))
     assert "short_output" not in judged(answered(completion_tokens=5, chunk_tokens=(2, 3), finish_reason="stop"))
+
+
+@pytest.mark.parametrize(
+    ("rates", "remembers"),
+    [
+        # SGLang's n-gram corpus, and the same emptied before each repeat (experiments/drafter-memory).
+        ((0.19, 0.85, 0.91, 0.98, 0.98), True),
+        ((0.12, 0.62, 0.84, 0.93, 0.97), True),
+        ((0.07, 0.07, 0.07, 0.09, 0.07), False),
+        # Good at it from the first: what is left to learn shows in the last tenth.
+        ((0.66, 0.97, 0.98), True),
+        # Recorded runs of drafters without a memory.
+        ((0.79, 0.79, 0.81, 0.8, 0.78), False),
+        ((0.37, 0.56, 0.49), False),
+        ((0.54, 0.69, 0.71), False),
+        ((0.61, 0.61, 0.61), False),
+        # Hardly any drafts are right: the rate of a few varies.
+        ((0.05, 0.12, 0.11), False),
+        ((0.5,), False),
+        ((None, 0.9, 0.9), False),
+        ((), False),
+    ],
+)
+def test_a_drafter_that_knows_the_answers_is_told_from_one_that_is_good(rates, remembers):
+    windows = answered()
+    measurement = replace(measure_windows(windows, []), repeats={"acceptance_rate": rates})
+    found = judge(Workload(), measurement, windows, Evidence())
+    assert ("drafter_remembers" in {reason.code for reason in found.reasons}) is remembers
 
 
 @pytest.mark.parametrize(
