@@ -9,7 +9,15 @@ from enum import StrEnum
 from orchestrator.config import Workload
 from orchestrator.engines import compile_lines, override_lines
 from orchestrator.looping import is_looping
-from orchestrator.metrics import Measurement, RequestTrace, Window, chunk_gaps_s, counters_reset, ttft_s
+from orchestrator.metrics import (
+    Measurement,
+    RequestTrace,
+    Window,
+    chunk_gaps_s,
+    counter_delta,
+    counters_reset,
+    ttft_s,
+)
 from orchestrator.quantity import median, over
 
 
@@ -75,6 +83,7 @@ LEVELS: Mapping[str, Level] = {
     "client_jitter": Level.VALID,
     "bunched_chunks": Level.VALID,
     "first_chunk_assumed": Level.VALID,
+    "nothing_drafted": Level.VALID,
     "sampling_overridden": Level.VALID,
 }
 _ORDER = (Level.VALID, Level.SUSPECT, Level.INVALID)
@@ -93,6 +102,8 @@ FIRST_TOUCH_FACTOR = 3.0
 FIRST_TOUCH_EXCESS_S = 0.25
 BUNCHED_SHARE = 0.1
 LOW_FIRST_POSITION = 0.3
+# A short answer may end before anything is drafted for it.
+DRAFTED_FROM_TOKENS = 16
 # Acceptance of the first repeat over that of the later ones: 0.69 to 1.02 in recorded runs of drafters without a
 # memory, 0.14 to 0.21 with one. What is remembered is accepted nearly always: a low rate varies for other reasons.
 # (acceptance of the later repeats from which on a factor holds, factor)
@@ -125,6 +136,7 @@ def judge(workload: Workload, measurement: Measurement, windows: Sequence[Window
         _degenerate_output(workload, answered),
         _acceptance_collapse(measurement, evidence),
         _drafter_remembers(measurement),
+        _nothing_drafted(windows, answered, evidence),
         _few_repeats(windows),
         _synthetic_acceptance(evidence),
         _random_prompts(workload, evidence),
@@ -323,6 +335,20 @@ def _drafter_remembers(measurement: Measurement) -> Reason | None:
         code="drafter_remembers",
         detail=f"{first:.0%} of the drafted tokens are accepted in the first repeat and {later:.0%} later: the drafter "
         "knows the answers from earlier repeats; what nobody asked before gets the first",
+    )
+
+
+def _nothing_drafted(windows: Sequence[Window], answered: Sequence[RequestTrace], evidence: Evidence) -> Reason | None:
+    """An n-gram may find nothing; a model that drafts nothing does not run."""
+    if not evidence.proposals or {counter_delta(window, "drafts") for window in windows} != {0}:
+        return None
+    if not any((trace.completion_tokens or 0) >= DRAFTED_FROM_TOKENS for trace in answered):
+        return None
+    trained = method_name(evidence.method) in LOWEST_ACCEPTANCE
+    return Reason(
+        code="acceptance_collapse" if trained else "nothing_drafted",
+        detail="not one token was drafted: this is the engine without speculation"
+        + (", likely a draft model that was not loaded" if trained else ""),
     )
 
 

@@ -20,6 +20,7 @@ Speed
   batch_cost           and 1 + batch_cost * (running - 1) times as long in a batch (0)
   acceptance           share of drafts whose token i is accepted: a list, or {"k": list} (DEFAULT_ACCEPTANCE)
   remembers            drafts of a prompt that was answered before are all accepted, until the cache is reset
+  no_drafts            the drafter finds nothing: no draft is made
   ttft_s               first token after this plus prefill (0.02); a prefix-cache hit saves the prefill of its tokens
   prefill_tok_s        prefill speed (50000)
   noise                relative spread of a request's decode speed, the same for request n in every launch (0)

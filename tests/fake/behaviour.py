@@ -35,6 +35,7 @@ class Behaviour:
     ttft_s: float = 0.02
     prefill_tok_s: float = 50_000.0
     remembers: bool = False
+    no_drafts: bool = False
     noise: float = 0.0
     launch_noise: float = 0.0
     first_touch_s: float = 0.0

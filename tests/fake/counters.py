@@ -52,11 +52,11 @@ class Counters:
         self.prompt_tokens += tokens
         self.cached_tokens += cached
 
-    def count_step(self, tokens: int, accepted: int) -> None:
+    def count_step(self, tokens: int, accepted: int, *, drafted: bool = True) -> None:
         """One step of one request: `accepted` of the proposals, `tokens` of them (and the bonus) sent on."""
         self.steps += 1
         self.generation_tokens += tokens
-        if self.proposals:
+        if self.proposals and drafted:
             self.drafts += 1
             for position in range(accepted):
                 self.accepted_by_position[position] += 1

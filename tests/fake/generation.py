@@ -205,7 +205,7 @@ async def _steps(state: State, job: Job) -> AsyncGenerator[Piece]:
             await asyncio.sleep(delay)
         total += tokens
         for sink in sinks:
-            sink.count_step(tokens, taken)
+            sink.count_step(tokens, taken, drafted=not b.no_drafts)
         job.decode_s = due - first_s
         yield Piece([next(words) for _ in range(tokens)], total)
 

@@ -141,6 +141,8 @@ class Pace:
 
     def _rates(self, number: int) -> tuple[float, ...]:
         after, rates = self.behaviour.collapse_after, self.launch.acceptance
+        if self.behaviour.no_drafts:
+            return (0.0,) * len(rates)
         if after is None or number <= after:
             return rates
         return (COLLAPSED_ACCEPTANCE + (0.0,) * len(rates))[: len(rates)]
