@@ -142,7 +142,7 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "bad_value",
         r'File "[^"]*/sglang/srt/(?:server_args|arg_groups/\w+)\.py"[^\n]*\n'
-        r"(?:[ \t][^\n]*\n)*(?:ValueError|AssertionError|NotImplementedError): (?P<message>[^\n]+)",
+        r"(?:[^\S\n][^\n]*\n){0,60}(?:ValueError|AssertionError|NotImplementedError): (?P<message>[^\n]+)",
         weak=True,
         quoted=True,
     ),
