@@ -42,8 +42,7 @@ def unpack(
     """
     into = into.absolute()
     into.mkdir(parents=True, exist_ok=True)
-    manifests = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    known = {manifest["name"]: manifest for manifest in manifests}
+    known = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
     missing = [name for name in names or [] if name not in known]
     if missing or not known:
         raise UnpackError(
