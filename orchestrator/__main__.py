@@ -16,7 +16,7 @@ from rich.console import Console
 from orchestrator import airgap, config, doctor, environments, interrupt, plans, report, search, tracking
 from orchestrator import unpack as unpacking
 from orchestrator.errors import ConfigError, MachineError, OrchestratorError
-from orchestrator.verdict import LEVELS
+from orchestrator.measure.verdict import LEVELS
 
 if TYPE_CHECKING:
     from orchestrator.campaign import Campaign

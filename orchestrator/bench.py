@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator import client, report
-from orchestrator.client import Target
+from orchestrator import report
 from orchestrator.config import Experiment
 from orchestrator.engines import ENGINES
 from orchestrator.errors import ConfigError
-from orchestrator.measure import Stalled, WorkloadRun, measure
-from orchestrator.verdict import Level, Verdict, worst
+from orchestrator.measure import client
+from orchestrator.measure.client import Target
+from orchestrator.measure.run import Stalled, WorkloadRun, measure
+from orchestrator.measure.verdict import Level, Verdict, worst
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,11 +24,11 @@ from orchestrator.engines.base import TrialStatus
 from orchestrator.errors import TrackingError
 from orchestrator.launches import Account, Event, Launch, Sampler
 from orchestrator.ledger import Ledger, home_of, model_fingerprint, owned
+from orchestrator.measure.verdict import Level
 from orchestrator.objective import misses
 from orchestrator.space import point_name
 from orchestrator.tracking import Recorded, Tracker, last_campaign
 from orchestrator.trial import TrialResult
-from orchestrator.verdict import Level
 
 __all__ = ["Account", "Campaign", "Event", "Launch", "Sampler", "home_of", "keyed_points", "opened"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from orchestrator import metrics
 from orchestrator.config import Experiment
 from orchestrator.engines.base import TrialStatus
-from orchestrator.metrics import Measurement, Quantity
+from orchestrator.measure import metrics
+from orchestrator.measure.metrics import Measurement, Quantity
+from orchestrator.measure.verdict import Level, Reason, Verdict, worst
 from orchestrator.objective import direction, value
 from orchestrator.trial import TrialResult
-from orchestrator.verdict import Level, Reason, Verdict, worst
 
 LENGTH_TOLERANCE = 0.05
 

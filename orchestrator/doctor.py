@@ -18,8 +18,8 @@ from orchestrator.engines import ENGINES
 from orchestrator.engines.flags import check_flags
 from orchestrator.errors import OrchestratorError
 from orchestrator.keeper import SHM
+from orchestrator.measure.workload import load_texts
 from orchestrator.tracking import Tracker
-from orchestrator.workload import load_texts
 
 # A campaign writes logs and traces, engines write compile caches.
 WANTED_DISK_GIB = 5.0

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator import metrics, search, tracking
+from orchestrator import search, tracking
 from orchestrator.config import Experiment
 from orchestrator.engines.base import TrialStatus
 from orchestrator.errors import PromotionError
-from orchestrator.metrics import Quantity
+from orchestrator.measure import metrics
+from orchestrator.measure.metrics import Quantity
+from orchestrator.measure.verdict import Level
 from orchestrator.objective import misses, objective_metrics, samples, score
 from orchestrator.tracking import Recorded
 from orchestrator.trial import TrialResult
-from orchestrator.verdict import Level
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

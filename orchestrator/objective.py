@@ -14,7 +14,7 @@ from typing import Any
 
 from orchestrator.config import Experiment, Mode, Objective, TrialSpec, Workload, flatten
 from orchestrator.errors import ConfigError
-from orchestrator.metrics import Quantity, harmonic_mix, measure_windows
+from orchestrator.measure.metrics import Quantity, harmonic_mix, measure_windows
 from orchestrator.trial import MEMORY_FACTS, TrialResult
 
 MEMORY = "memory"

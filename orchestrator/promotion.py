@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from orchestrator import gate, tracking, verification
-from orchestrator.client import Target
 from orchestrator.config import EngineSpec, Experiment
 from orchestrator.deployment import Deployment
 from orchestrator.engines import ENGINES
 from orchestrator.errors import PromotionError
 from orchestrator.gate import Comparison, quantity_document
+from orchestrator.measure.client import Target
 from orchestrator.service import MASKED, Order
 from orchestrator.tracking import Recorded
 from orchestrator.trial import TrialResult

@@ -13,10 +13,10 @@ from typing import Any
 
 from orchestrator.config import Experiment, Objective, TrialSpec, flatten
 from orchestrator.engines.base import TrialStatus
-from orchestrator.metrics import Measurement
+from orchestrator.measure.metrics import Measurement
+from orchestrator.measure.verdict import Level
 from orchestrator.objective import objective_metrics, prefers, weighted_mean
 from orchestrator.trial import TrialResult
-from orchestrator.verdict import Level
 
 # More of these needs more memory, whatever the engine; keys as the engines spell them, dashes for underscores.
 NEEDS_MEMORY = frozenset(

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import psutil
 
-from orchestrator import client
 from orchestrator.config import EngineSpec
 from orchestrator.engines.base import Diagnosis, TrialStatus
 from orchestrator.errors import EngineFailure
+from orchestrator.measure import client
 
 if TYPE_CHECKING:
     from orchestrator.server import Server

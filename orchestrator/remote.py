@@ -21,7 +21,7 @@ from ray import tune
 from orchestrator import environments, trial
 from orchestrator.config import Objective, TrialSpec
 from orchestrator.ledger import TOKEN_FILE
-from orchestrator.metrics import Measurement
+from orchestrator.measure.metrics import Measurement
 from orchestrator.pruning import clearly_worse
 from orchestrator.trial import TrialResult
 

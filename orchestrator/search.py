@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from orchestrator import metrics
 from orchestrator.comparison import baseline, pareto, with_campaign_metrics
 from orchestrator.config import Experiment, TrialSpec
 from orchestrator.engines.base import TrialStatus
 from orchestrator.errors import ConfigError
+from orchestrator.measure import metrics
+from orchestrator.measure.verdict import Level
 from orchestrator.objective import (
     check_metric,
     direction,
@@ -43,7 +44,6 @@ from orchestrator.space import (
     swept_keys,
 )
 from orchestrator.trial import TrialResult
-from orchestrator.verdict import Level
 
 __all__ = [
     "Dimension",

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator import claims, host, leftovers
-from orchestrator.client import Target
 from orchestrator.config import EngineSpec
 from orchestrator.engines.base import Diagnosis, Engine, LaunchPlan, TrialStatus
 from orchestrator.errors import EngineFailure, MachineError
 from orchestrator.keeper import shared_memory
+from orchestrator.measure.client import Target
 from orchestrator.memory import tree_pids
 from orchestrator.readiness import wait_ready
 

@@ -19,12 +19,12 @@ from orchestrator.config import TrialSpec, Workload
 from orchestrator.engines import ENGINES
 from orchestrator.engines.base import Diagnosis, Fact, TrialStatus
 from orchestrator.errors import ConfigError, EngineFailure, MachineError
-from orchestrator.measure import Stalled, Surroundings, WorkloadRun, measure
+from orchestrator.measure.metrics import Measurement, RequestTrace
+from orchestrator.measure.run import Stalled, Surroundings, WorkloadRun, measure
+from orchestrator.measure.verdict import Verdict, worst
 from orchestrator.memory import MemorySampler
-from orchestrator.metrics import Measurement, RequestTrace
 from orchestrator.provenance import provenance
 from orchestrator.server import Server
-from orchestrator.verdict import Verdict, worst
 
 SCHEMA_VERSION = 1
 STALL_LEVER = "read the end of the log; raise stall_s of the workload for long prefills"

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestrator import client
-from orchestrator.client import Target
 from orchestrator.config import Experiment, Workload
 from orchestrator.engines import ENGINES
 from orchestrator.errors import EngineFailure, MachineError, PromotionError
-from orchestrator.measure import Stalled, Surroundings, WorkloadRun, measure
-from orchestrator.metrics import Quantity
+from orchestrator.measure import client
+from orchestrator.measure.client import Target
+from orchestrator.measure.metrics import Quantity
+from orchestrator.measure.run import Stalled, Surroundings, WorkloadRun, measure
+from orchestrator.measure.verdict import Level
 from orchestrator.objective import direction, objective_metrics
 from orchestrator.trial import TrialResult
-from orchestrator.verdict import Level
 
 ATTEMPTS = 3
 # Faults of the measuring side: they can make a good service look slow, never a slow one good.

@@ -8,9 +8,9 @@ from typing import Any
 
 from orchestrator.config import EngineSpec, Experiment, Objective, Placement, Search, TrialSpec, Workload
 from orchestrator.engines.base import Fact, TrialStatus
-from orchestrator.metrics import Measurement, Quantity
+from orchestrator.measure.metrics import Measurement, Quantity
+from orchestrator.measure.verdict import Level, Reason, Verdict
 from orchestrator.trial import TrialResult
-from orchestrator.verdict import Level, Reason, Verdict
 
 CODE = "code-review-8k"
 CONFIG = "engine.args.speculative-config"

@@ -10,9 +10,9 @@ from typing import Any
 from orchestrator import trial
 from orchestrator.config import EngineSpec, Experiment, Objective, Search, Tracking, TrialSpec, Workload
 from orchestrator.engines.base import Fact, TrialStatus
-from orchestrator.metrics import Measurement, Quantity, RequestTrace
+from orchestrator.measure.metrics import Measurement, Quantity, RequestTrace
+from orchestrator.measure.verdict import Level, Reason, Verdict
 from orchestrator.trial import TrialResult
-from orchestrator.verdict import Level, Reason, Verdict
 
 WORKLOAD = "code-review-8k"
 K = "engine.args.speculative-config.num_speculative_tokens"

@@ -23,9 +23,9 @@ from orchestrator.campaign import Campaign, Event, Launch
 from orchestrator.config import Confirm, EngineSpec, Experiment, Objective, Search, Tracking, Workload
 from orchestrator.engines.base import TrialStatus
 from orchestrator.errors import ConfigError, MachineError
+from orchestrator.measure.verdict import Level, Verdict
 from orchestrator.sampler import for_experiment
 from orchestrator.trial import TrialResult
-from orchestrator.verdict import Level, Verdict
 
 K = "engine.args.speculative-config.num_speculative_tokens"
 NO_SPEC = {"no-spec": {"engine.args.speculative-config": None}}

@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from orchestrator import metrics
-from orchestrator.client import Client, RequestError, Target, list_models, one_completion
 from orchestrator.config import Workload
-from orchestrator.metrics import Window
-from orchestrator.workload import SizedText, build_prompts
+from orchestrator.measure import metrics
+from orchestrator.measure.client import Client, RequestError, Target, list_models, one_completion
+from orchestrator.measure.metrics import Window
+from orchestrator.measure.workload import SizedText, build_prompts
 
 DIALECTS = ("vllm", "sglang", "llamacpp")
 

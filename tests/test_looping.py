@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.looping import is_looping
+from orchestrator.measure.looping import is_looping
 
 ROOT = Path(__file__).parent.parent
 CHINESE = (

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import metrics
 from orchestrator.engines.base import EngineStats
-from orchestrator.metrics import RequestTrace, Window, measure_windows
+from orchestrator.measure import metrics
+from orchestrator.measure.metrics import RequestTrace, Window, measure_windows
 
 REFERENCE = Path(__file__).parent.parent / "experiments" / "reference"
 

@@ -14,9 +14,9 @@ from made_results import CODE, CONFIG, K, experiment, measurement, result, spec
 from orchestrator import search
 from orchestrator.config import Objective
 from orchestrator.engines.base import TrialStatus
-from orchestrator.metrics import Measurement
+from orchestrator.measure.metrics import Measurement
+from orchestrator.measure.verdict import Level
 from orchestrator.trial import TrialResult
-from orchestrator.verdict import Level
 
 STORY = "story-chat"
 OBJECTIVE = Objective(metric=f"{CODE}/decode_tok_s")

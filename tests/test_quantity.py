@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.quantity import differs, finite, harmonic_mix, median, over, over_repeats, quantile, ratio, tails
+from orchestrator.measure.quantity import (
+    differs,
+    finite,
+    harmonic_mix,
+    median,
+    over,
+    over_repeats,
+    quantile,
+    ratio,
+    tails,
+)
 
 CAMPAIGNS = 400
 

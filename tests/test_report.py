@@ -16,9 +16,9 @@ from rich.console import Console
 from orchestrator import report
 from orchestrator.config import Workload
 from orchestrator.engines.base import Fact, TrialStatus
-from orchestrator.metrics import Quantity
+from orchestrator.measure.metrics import Quantity
+from orchestrator.measure.verdict import Level
 from orchestrator.tracking import Recorded
-from orchestrator.verdict import Level
 
 REFERENCES = Path(__file__).parent.parent / "experiments" / "reference"
 

@@ -12,9 +12,9 @@ from orchestrator import search
 from orchestrator.config import Confirm, Objective, Serving, Verify
 from orchestrator.engines.base import TrialStatus
 from orchestrator.errors import ConfigError
-from orchestrator.metrics import Measurement, Quantity
+from orchestrator.measure.metrics import Measurement, Quantity
+from orchestrator.measure.verdict import Level
 from orchestrator.trial import TrialResult
-from orchestrator.verdict import Level
 
 STORY, TAIL = "story-chat", "tail-100"
 EXPERIMENT = experiment()

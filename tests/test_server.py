@@ -20,10 +20,11 @@ import psutil
 import pytest
 from launches import KINDS, PORTS, alive, engine_spec, gone, marked, program, written_pids
 
-from orchestrator import claims, client, leftovers, server
+from orchestrator import claims, leftovers, server
 from orchestrator.config import EngineSpec, Ready
 from orchestrator.engines import ENGINES
 from orchestrator.errors import EngineFailure, MachineError
+from orchestrator.measure import client
 from orchestrator.server import Server
 
 

@@ -22,7 +22,7 @@ import serving_bench as bench
 from orchestrator import cluster, serving, tracking
 from orchestrator.config import Experiment
 from orchestrator.errors import ConfigError, MachineError, PromotionError
-from orchestrator.verdict import Level
+from orchestrator.measure.verdict import Level
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 

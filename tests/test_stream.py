@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.stream import EventReader, Reply, error_text, one_line
+from orchestrator.measure.stream import EventReader, Reply, error_text, one_line
 
 RECORDED = Path(__file__).parent / "recorded"
 TEXTS = st.text(st.characters(exclude_characters="\r\n\x00", exclude_categories=("Cs",)), max_size=30)

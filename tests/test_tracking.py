@@ -24,9 +24,9 @@ from orchestrator import tracking, trial
 from orchestrator.config import Tracking, to_yaml
 from orchestrator.engines.base import TrialStatus
 from orchestrator.errors import TrackingError
-from orchestrator.metrics import Quantity
+from orchestrator.measure.metrics import Quantity
+from orchestrator.measure.verdict import Level
 from orchestrator.tracking import Recorded, Tracker
-from orchestrator.verdict import Level
 
 
 def client_of(experiment) -> MlflowClient:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from orchestrator import trial
 from orchestrator.engines.base import Fact
-from orchestrator.metrics import Quantity
+from orchestrator.measure.metrics import Quantity
 from orchestrator.tracking import entries
 
 SAFE = re.compile(r"[A-Za-z0-9_.\-/]{1,250}")

@@ -9,7 +9,7 @@ import pytest
 import recorded_results as made
 
 from orchestrator.config import Workload
-from orchestrator.metrics import Quantity
+from orchestrator.measure.metrics import Quantity
 from orchestrator.tracking import figures
 
 METRIC = f"{made.WORKLOAD}/decode_tok_s"

@@ -9,18 +9,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config import Workload
-from orchestrator.metrics import RequestTrace, Window, measure_windows
-from orchestrator.verdict import (
-    LEVELS,
-    Evidence,
-    Level,
-    Reason,
-    Verdict,
-    judge,
-    method_name,
-    verdict_of,
-    worst,
-)
+from orchestrator.measure.metrics import RequestTrace, Window, measure_windows
+from orchestrator.measure.verdict import LEVELS, Evidence, Level, Reason, Verdict, judge, method_name, verdict_of, worst
 
 ROOT = Path(__file__).parent.parent
 RECORDED = Path(__file__).parent / "recorded"

@@ -10,7 +10,7 @@ import yaml
 
 from orchestrator.config import Workload, load
 from orchestrator.errors import ConfigError
-from orchestrator.workload import (
+from orchestrator.measure.workload import (
     WARM_UP,
     SizedText,
     arrival_times,

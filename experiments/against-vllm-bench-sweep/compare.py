@@ -25,7 +25,7 @@ import psutil
 
 from orchestrator import config
 from orchestrator.claims import reserved_port
-from orchestrator.workload import load_texts
+from orchestrator.measure.workload import load_texts
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))

@@ -23,9 +23,9 @@ import psutil
 from orchestrator import config
 from orchestrator.config import Workload
 from orchestrator.engines import ENGINES
-from orchestrator.quantity import median, ratio
+from orchestrator.measure.quantity import median, ratio
+from orchestrator.measure.workload import SizedText, build_prompts, load_texts
 from orchestrator.server import Server, running
-from orchestrator.workload import SizedText, build_prompts, load_texts
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))

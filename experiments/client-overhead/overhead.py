@@ -23,10 +23,10 @@ from pathlib import Path
 
 import psutil
 
-from orchestrator.client import RequestError, Target, list_models
 from orchestrator.config import Workload
-from orchestrator.measure import measure
-from orchestrator.workload import load_texts
+from orchestrator.measure.client import RequestError, Target, list_models
+from orchestrator.measure.run import measure
+from orchestrator.measure.workload import load_texts
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))

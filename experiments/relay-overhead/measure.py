@@ -31,9 +31,9 @@ from typing import Any
 import numpy as np
 import psutil
 
-from orchestrator.client import Client, Target
 from orchestrator.config import Workload
-from orchestrator.workload import Prompt
+from orchestrator.measure.client import Client, Target
+from orchestrator.measure.workload import Prompt
 
 HERE = Path(__file__).resolve().parent
 FAKE_ENGINE = HERE.parent.parent / "tests" / "fake_engine.py"

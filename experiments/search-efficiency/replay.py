@@ -28,9 +28,9 @@ import numpy as np
 from orchestrator import search
 from orchestrator.config import EngineSpec, Experiment, Objective, Search, TrialSpec, Workload
 from orchestrator.engines.base import TrialStatus
-from orchestrator.metrics import Measurement, Quantity
+from orchestrator.measure.metrics import Measurement, Quantity
+from orchestrator.measure.verdict import Level, Verdict
 from orchestrator.trial import TrialResult
-from orchestrator.verdict import Level, Verdict
 
 HERE = Path(__file__).resolve().parent
 REFERENCE = HERE.parent / "reference"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from orchestrator.metrics import Quantity
+from orchestrator.measure.metrics import Quantity
 from orchestrator.trial import TrialResult
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from orchestrator.config import Experiment
-from orchestrator.metrics import Measurement, Quantity
+from orchestrator.measure.metrics import Measurement, Quantity
+from orchestrator.measure.verdict import Verdict
 from orchestrator.trial import TrialResult
-from orchestrator.verdict import Verdict
 
 if TYPE_CHECKING:
     from orchestrator.tracking import Recorded

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from orchestrator import metrics
 from orchestrator.config import flatten
-from orchestrator.metrics import Measurement, Quantity
+from orchestrator.measure import metrics
+from orchestrator.measure.metrics import Measurement, Quantity
+from orchestrator.measure.verdict import Level
 from orchestrator.report.cells import interval
 from orchestrator.report.documents import quantity_document, verdict_document
 from orchestrator.report.tables import plain_table
 from orchestrator.tracking.entries import params
 from orchestrator.trial import TrialResult
-from orchestrator.verdict import Level
 
 if TYPE_CHECKING:
     from orchestrator.tracking import Recorded

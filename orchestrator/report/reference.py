@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from orchestrator.config import Experiment, flatten
-from orchestrator.metrics import Quantity
+from orchestrator.measure.metrics import Quantity
 from orchestrator.objective import METRICS, objective_metrics, value
 from orchestrator.report.cells import brief, interval
 from orchestrator.report.documents import quantity_document

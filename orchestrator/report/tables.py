@@ -13,11 +13,11 @@ from rich.text import Text
 from orchestrator.comparison import pareto
 from orchestrator.config import Experiment
 from orchestrator.engines.base import TrialStatus
-from orchestrator.metrics import Measurement
+from orchestrator.measure.metrics import Measurement
+from orchestrator.measure.verdict import LEVELS, Level
 from orchestrator.report.cells import brief, interval, number, short, varying_params
 from orchestrator.report.documents import same_trial
 from orchestrator.trial import TrialResult
-from orchestrator.verdict import LEVELS, Level
 
 if TYPE_CHECKING:
     from orchestrator.tracking import Recorded

@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Any
 
 from orchestrator.config import TrialSpec, flatten
-from orchestrator.metrics import Measurement, Quantity
+from orchestrator.measure.metrics import Measurement, Quantity
 from orchestrator.trial import TrialResult, to_json
 
 # A param longer than this is unreadable in a table; the whole value is kept as an artifact.

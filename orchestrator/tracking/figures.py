@@ -9,8 +9,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from orchestrator import comparison, metrics
-from orchestrator.metrics import Quantity, RequestTrace
+from orchestrator import comparison
+from orchestrator.measure import metrics
+from orchestrator.measure.metrics import Quantity, RequestTrace
 from orchestrator.objective import value
 from orchestrator.trial import TrialResult
 

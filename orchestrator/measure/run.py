@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
-from orchestrator.client import Client, Target
 from orchestrator.config import Workload
 from orchestrator.engines.base import Engine, EngineStats
-from orchestrator.metrics import Measurement, RequestTrace, Window, measure_windows
-from orchestrator.verdict import Evidence, Verdict, judge
-from orchestrator.workload import (
+from orchestrator.measure.client import Client, Target
+from orchestrator.measure.metrics import Measurement, RequestTrace, Window, measure_windows
+from orchestrator.measure.verdict import Evidence, Verdict, judge
+from orchestrator.measure.workload import (
     WARM_UP,
     WARM_UP_TOKENS,
     Prompt,

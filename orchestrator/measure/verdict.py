@@ -8,8 +8,8 @@ from enum import StrEnum
 
 from orchestrator.config import Workload
 from orchestrator.engines import compile_lines, override_lines
-from orchestrator.looping import is_looping
-from orchestrator.metrics import (
+from orchestrator.measure.looping import is_looping
+from orchestrator.measure.metrics import (
     Measurement,
     RequestTrace,
     Window,
@@ -18,7 +18,7 @@ from orchestrator.metrics import (
     counters_reset,
     ttft_s,
 )
-from orchestrator.quantity import median, over
+from orchestrator.measure.quantity import median, over
 
 
 class Level(StrEnum):

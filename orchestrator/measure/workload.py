@@ -13,7 +13,7 @@ from orchestrator.config import Workload
 from orchestrator.errors import ConfigError
 
 # Built-in texts lie beside the package, so they are found from any folder the program is run in.
-BUILT_IN_FOLDER = Path(__file__).resolve().parent.parent / "conf" / "prompts"
+BUILT_IN_FOLDER = Path(__file__).resolve().parents[2] / "conf" / "prompts"
 CODE_TEXTS = "code-review"
 STORY_TEXTS = "story-chat"
 INSTRUCTION_FILE = "instruction.md"

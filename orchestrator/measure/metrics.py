@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from orchestrator.engines.base import EngineStats
-from orchestrator.quantity import (
+from orchestrator.measure.quantity import (
     Quantity,
     differs,
     finite,

@@ -18,9 +18,9 @@ import aiohttp
 
 from orchestrator.config import Workload
 from orchestrator.errors import MachineError
-from orchestrator.metrics import RequestTrace, Window
-from orchestrator.stream import Reply, error_text, one_line
-from orchestrator.workload import Prompt, arrival_times, endpoint, request_body, sent_parameters
+from orchestrator.measure.metrics import RequestTrace, Window
+from orchestrator.measure.stream import Reply, error_text, one_line
+from orchestrator.measure.workload import Prompt, arrival_times, endpoint, request_body, sent_parameters
 
 LAG_PERIOD_S = 0.01
 CLOSE_GRACE_S = 2.0

@@ -1,0 +1,1 @@
+"""One workload on one running server, as numbers that carry their verdict."""
