@@ -12,13 +12,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from orchestrator import campaign, claims, environments, host, leftovers, memory, plans, search, server
+from orchestrator import campaign, environments, plans, search
 from orchestrator.config import Experiment, TrialSpec
 from orchestrator.engines import ENGINES
 from orchestrator.engines.flags import check_flags
 from orchestrator.errors import OrchestratorError
-from orchestrator.keeper import SHM
 from orchestrator.measure.workload import load_texts
+from orchestrator.node import claims, gpus, leftovers, memory, server
+from orchestrator.node.keeper import SHM
 from orchestrator.tracking import Tracker
 
 # A campaign writes logs and traces, engines write compile caches.
@@ -96,9 +97,9 @@ def _cpus(experiment: Experiment) -> Iterator[Check]:
 
 
 def _gpus(experiment: Experiment) -> Iterator[Check]:
-    seen, wanted = host.gpus(), experiment.placement.gpus
+    seen, wanted = gpus.gpus(), experiment.placement.gpus
     kinds = ", ".join(f"{count} x {name}" for name, count in Counter(map(str, seen)).items())
-    driver = host.driver_version()
+    driver = gpus.driver_version()
     here = f"{kinds}; driver {driver}" if seen else "none here" + ("" if driver else ", no NVIDIA driver")
     yield Check(name="GPUs", ok=len(seen) >= wanted, detail=f"{wanted} needed on one node: {here}")
     if not wanted or not seen:
@@ -114,10 +115,10 @@ def _gpus(experiment: Experiment) -> Iterator[Check]:
         yield _links()
 
 
-def _in_use(gpu: host.Gpu) -> tuple[str, ...]:
+def _in_use(gpu: gpus.Gpu) -> tuple[str, ...]:
     if gpu.fault:
         return (f"GPU {gpu.index}: {gpu.fault}",)
-    found = host.quarantined((gpu.uuid,)) or tuple(f"GPU {gpu.index}: {user}" for user in gpu.users)
+    found = gpus.quarantined((gpu.uuid,)) or tuple(f"GPU {gpu.index}: {user}" for user in gpu.users)
     with claims.gpus_claimed([gpu.uuid]) as claimed:
         return found or tuple(f"GPU {gpu.index}: claimed by an engine of ours that is starting" for _ in claimed)
 
@@ -125,7 +126,7 @@ def _in_use(gpu: host.Gpu) -> tuple[str, ...]:
 def _links() -> Check:
     """Peer access in one line: a machine of eight GPUs has 28 pairs."""
     by_status: dict[str, list[str]] = {}
-    for link in host.topology():
+    for link in gpus.topology():
         pair = "-".join(map(str, link["pair"])) if isinstance(link["pair"], list) else str(link["pair"])
         by_status.setdefault(str(link["p2p_read"] or "unknown"), []).append(pair)
     words = [
@@ -178,7 +179,7 @@ def _models(experiment: Experiment) -> Iterator[Check]:
             yield Check(name="model", ok=None, detail=f"{name} is no local folder; the engine fetches or finds it")
             continue
         files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
-        size_gib = sum(file.stat().st_size for file in files) / host.GIB
+        size_gib = sum(file.stat().st_size for file in files) / gpus.GIB
         yield Check(name="model", ok=bool(files), detail=f"{name}: {len(files)} files, {size_gib:.1f} GiB")
 
 
@@ -203,7 +204,7 @@ def _disks(experiment: Experiment) -> Iterator[Check]:
 def _disk(name: str, folder: Path) -> Check:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     writable = os.access(existing, os.W_OK)
-    free_gib = shutil.disk_usage(existing).free / host.GIB
+    free_gib = shutil.disk_usage(existing).free / gpus.GIB
     words = "" if writable else ", not writable"
     words += f", {WANTED_DISK_GIB:.0f} GiB wanted" if free_gib < WANTED_DISK_GIB else ""
     return Check(name=name, ok=not words, detail=f"{folder}: {free_gib:.0f} GiB free{words}")
@@ -214,7 +215,7 @@ def _limits(experiment: Experiment) -> Iterator[Check]:
     wanted = "" if soft >= WANTED_OPEN_FILES else f"; many streams at once need {WANTED_OPEN_FILES}: ulimit -n"
     yield Check(name="open files", ok=None if wanted else True, detail=f"limit {soft}{wanted}")
     if experiment.placement.gpus > 1:
-        free_gib = shutil.disk_usage(SHM).free / host.GIB
+        free_gib = shutil.disk_usage(SHM).free / gpus.GIB
         enough = free_gib >= WANTED_SHM_GIB
         more = "" if enough else f"; the workers of an engine need {WANTED_SHM_GIB:.0f} GiB (docker: --shm-size)"
         yield Check(name="shared memory", ok=enough, detail=f"{SHM}: {free_gib:.1f} GiB free{more}")

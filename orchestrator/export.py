@@ -17,8 +17,8 @@ from orchestrator.engines import ENGINES
 from orchestrator.engines.base import LaunchPlan
 from orchestrator.errors import MachineError
 from orchestrator.gateway import Door, gateway_name
+from orchestrator.node.server import SECRET
 from orchestrator.promotion import record_of
-from orchestrator.server import SECRET
 from orchestrator.service import ENGINE, MASKED, Order
 from orchestrator.tracking import Recorded
 

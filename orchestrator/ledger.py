@@ -17,10 +17,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from orchestrator import claims, trial
+from orchestrator import trial
 from orchestrator.config import Experiment
 from orchestrator.engines.base import TrialStatus
 from orchestrator.errors import ConfigError, MachineError
+from orchestrator.node import claims
 from orchestrator.trial import TrialResult
 
 TOKEN_FILE = ".driver"

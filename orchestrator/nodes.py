@@ -31,9 +31,9 @@ for _name, _value in {
 import psutil  # noqa: E402
 import ray  # noqa: E402
 
-from orchestrator import host  # noqa: E402
 from orchestrator.config import Placement  # noqa: E402
 from orchestrator.errors import MachineError  # noqa: E402
+from orchestrator.node import gpus  # noqa: E402
 
 REFRESH_S = 1.0
 CONNECT_TIMEOUT_S = 10.0
@@ -162,9 +162,9 @@ def _is_zombie(process: psutil.Process) -> bool:
 
 def check_local_placement(placement: Placement) -> None:
     """Whether this machine alone could hold one trial; asked before Ray is started. Raises MachineError."""
-    num_gpus, num_cpus = len(host.gpus()), os.cpu_count() or 1
+    num_gpus, num_cpus = len(gpus.gpus()), os.cpu_count() or 1
     if placement.gpus > num_gpus:
-        seen = ", ".join(gpu.name for gpu in host.gpus()) or "none"
+        seen = ", ".join(gpu.name for gpu in gpus.gpus()) or "none"
         raise MachineError(
             f"placement.gpus: a trial needs {placement.gpus} GPUs on one node, this machine has {num_gpus} ({seen}); "
             "join a cluster that has such a node with --address, or look at the command lines with --dry-run"

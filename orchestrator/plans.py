@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator import campaign, server, trial
+from orchestrator import campaign, trial
 from orchestrator.config import EngineSpec, Experiment, TrialSpec, trial_spec
 from orchestrator.engines import ENGINES, LaunchPlan
 from orchestrator.engines.base import TrialStatus
 from orchestrator.engines.flags import check_flags
 from orchestrator.errors import ConfigError, MachineError
+from orchestrator.node import server
 
 HELP_TIMEOUT_S = 120.0
 

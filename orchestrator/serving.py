@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator import claims, cluster, gate, tracking
+from orchestrator import cluster, gate, tracking
 from orchestrator import export as files
 from orchestrator.config import Experiment, Placement
 from orchestrator.deployment import Deployment, other_applications
 from orchestrator.errors import ConfigError, MachineError, PromotionError
 from orchestrator.gateway import gateway, is_loopback
+from orchestrator.node import claims
 from orchestrator.promotion import Promotion, PromotionReport
 from orchestrator.service import engines
 

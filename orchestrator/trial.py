@@ -14,7 +14,6 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from orchestrator import server
 from orchestrator.config import TrialSpec, Workload
 from orchestrator.engines import ENGINES
 from orchestrator.engines.base import Diagnosis, Fact, TrialStatus
@@ -22,9 +21,10 @@ from orchestrator.errors import ConfigError, EngineFailure, MachineError
 from orchestrator.measure.metrics import Measurement, RequestTrace
 from orchestrator.measure.run import Stalled, Surroundings, WorkloadRun, measure
 from orchestrator.measure.verdict import Verdict, worst
-from orchestrator.memory import MemorySampler
-from orchestrator.provenance import provenance
-from orchestrator.server import Server
+from orchestrator.node import server
+from orchestrator.node.memory import MemorySampler
+from orchestrator.node.provenance import provenance
+from orchestrator.node.server import Server
 
 SCHEMA_VERSION = 1
 STALL_LEVER = "read the end of the log; raise stall_s of the workload for long prefills"

@@ -13,7 +13,7 @@ import psutil
 
 from orchestrator.config import EngineSpec, Placement, Ready, Stop, TrialSpec, Workload
 from orchestrator.engines import ENGINES
-from orchestrator.leftovers import MARKER
+from orchestrator.node.leftovers import MARKER
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 KINDS = sorted(ENGINES)

@@ -15,12 +15,12 @@ import pytest
 from fake_nvml import FakeNvml
 from launches import engine_spec, program
 
-from orchestrator import claims, host, server
 from orchestrator.config import EngineSpec
 from orchestrator.engines import ENGINES
 from orchestrator.errors import EngineFailure, MachineError
-from orchestrator.memory import MemorySampler
-from orchestrator.provenance import provenance
+from orchestrator.node import claims, gpus, server
+from orchestrator.node.memory import MemorySampler
+from orchestrator.node.provenance import provenance
 
 PORTS = (23000, 23999)
 
@@ -51,24 +51,24 @@ def used_by_engine(node: FakeNvml, folder: Path, mib: int = 40_000, gpu: int = 0
 
 
 def test_without_a_driver_nothing_is_known() -> None:
-    assert host.gpus() == []
-    assert host.topology() == []
-    assert host.driver_version() is None
-    assert host.foreign_users(("0",), frozenset()) == ()
-    assert host.wait_until_free(("0",), {}, 0.0) == ()
+    assert gpus.gpus() == []
+    assert gpus.topology() == []
+    assert gpus.driver_version() is None
+    assert gpus.foreign_users(("0",), frozenset()) == ()
+    assert gpus.wait_until_free(("0",), {}, 0.0) == ()
 
 
 def test_memory_and_users_per_gpu(node: FakeNvml, neighbour: subprocess.Popen[bytes]) -> None:
     node.gpu("GPU-aaaa").gpu("GPU-bbbb").pid(1, neighbour.pid, 2048)
-    first, second = host.gpus()
+    first, second = gpus.gpus()
     assert (first.index, first.uuid, str(first)) == (0, "GPU-aaaa", "NVIDIA H200 140 GiB")
     assert first.used_gib == pytest.approx(500 / 1024)
     assert (first.users, first.used_source) == ((), "NVML")
     assert second.used_gib == pytest.approx((500 + 2048) / 1024)
     expected = f"GPU 1: pid {neighbour.pid} (sleep) 2.0 GiB"
-    assert host.foreign_users(("0", "1"), frozenset()) == (expected,)
-    assert host.foreign_users(("1",), frozenset({neighbour.pid})) == ()
-    assert host.driver_version() == "580.159.03"
+    assert gpus.foreign_users(("0", "1"), frozenset()) == (expected,)
+    assert gpus.foreign_users(("1",), frozenset({neighbour.pid})) == ()
+    assert gpus.driver_version() == "580.159.03"
 
 
 def test_memory_that_is_not_told_is_summed_over_the_processes(
@@ -77,7 +77,7 @@ def test_memory_that_is_not_told_is_summed_over_the_processes(
     node.gpu("GPU-aaaa", flags="nomem").gpu("GPU-bbbb", flags="nomem").gpu("GPU-cccc", flags="nomem,noval")
     node.gpu("GPU-dddd", flags="nomem,nopid")
     node.pid(0, neighbour.pid, 2048).pid(2, neighbour.pid, 2048).pid(3, neighbour.pid, 2048)
-    summed, idle, unknown, silent = host.gpus()
+    summed, idle, unknown, silent = gpus.gpus()
     assert (summed.used_gib, summed.total_gib) == (2.0, None)
     assert summed.used_source == "NVML, sum over the processes"
     # Never 0: nobody there and nothing told is not "nothing in use".
@@ -87,24 +87,24 @@ def test_memory_that_is_not_told_is_summed_over_the_processes(
 
 def test_gpus_by_index_uuid_and_slice(node: FakeNvml) -> None:
     node.gpu("GPU-aaaa-1111").gpu("GPU-bbbb-2222").mig("MIG-cccc", 1)
-    assert [gpu.uuid for gpu in host.gpus(("1", "GPU-aaaa"))] == ["GPU-bbbb-2222", "GPU-aaaa-1111"]
-    (piece,) = host.gpus(("MIG-cccc",))
+    assert [gpu.uuid for gpu in gpus.gpus(("1", "GPU-aaaa"))] == ["GPU-bbbb-2222", "GPU-aaaa-1111"]
+    (piece,) = gpus.gpus(("MIG-cccc",))
     assert (piece.index, piece.uuid, piece.total_gib) == (1, "MIG-cccc", pytest.approx(20_000 / 1024))
-    assert host.gpus(("7", "MIG-none", "GPU-none")) == []
+    assert gpus.gpus(("7", "MIG-none", "GPU-none")) == []
 
 
 def test_a_lost_gpu_does_not_hide_the_others(node: FakeNvml) -> None:
     node.gpu("GPU-aaaa", flags="lost").gpu("GPU-bbbb")
-    lost, healthy = host.gpus()
+    lost, healthy = gpus.gpus()
     assert "lost" in (lost.fault or "")
     assert healthy.fault is None
-    assert [link["pair"] for link in host.topology()] == []
+    assert [link["pair"] for link in gpus.topology()] == []
 
 
 @pytest.mark.parametrize(("status", "words"), [(0, "ok"), (5, "not supported"), (4, "disabled"), (77, "unknown")])
 def test_links_and_peer_access(node: FakeNvml, status: int, words: str) -> None:
     node.gpu("GPU-aaaa").gpu("GPU-bbbb").peers(0, 1, status)
-    (link,) = host.topology()
+    (link,) = gpus.topology()
     assert link["pair"] == [0, 1]
     assert link["common_ancestor_level"] == 30
     assert str(link["p2p_read"]).startswith(words)
@@ -120,10 +120,10 @@ def test_a_user_that_cannot_be_seen_or_ended_is_told_as_such(
     node.gpu("GPU-aaaa").pid(0, neighbour.pid, 2048)
     neighbour.send_signal(signal.SIGSTOP)
     deadline = time.monotonic() + 5
-    while not (users := host.foreign_users(("0",), frozenset())) or "stopped" not in users[0]:
+    while not (users := gpus.foreign_users(("0",), frozenset())) or "stopped" not in users[0]:
         assert time.monotonic() < deadline, users
     assert users == (f"GPU 0: pid {neighbour.pid} (sleep, stopped) 2.0 GiB",)
-    assert str(host.GpuUser(pid=9, name=None, used_gib=None)) == "pid 9 (not visible from here)"
+    assert str(gpus.GpuUser(pid=9, name=None, used_gib=None)) == "pid 9 (not visible from here)"
 
 
 def test_memory_is_waited_for_until_it_is_back(node: FakeNvml, neighbour: subprocess.Popen[bytes]) -> None:
@@ -131,7 +131,7 @@ def test_memory_is_waited_for_until_it_is_back(node: FakeNvml, neighbour: subpro
     neighbour.kill()
     neighbour.wait(10)
     began = time.monotonic()
-    assert host.wait_until_free(("0",), {"GPU-aaaa": 0.5}, 20.0) == ()
+    assert gpus.wait_until_free(("0",), {"GPU-aaaa": 0.5}, 20.0) == ()
     assert 1.0 < time.monotonic() - began < 10.0
 
 
@@ -139,7 +139,7 @@ def test_a_start_waits_until_memory_no_longer_falls(node: FakeNvml, neighbour: s
     node.gpu("GPU-aaaa", decay_s=3.0).gpu("GPU-bbbb", used_mib=30_000).pid(0, neighbour.pid, 40_000)
     neighbour.kill()
     neighbour.wait(10)
-    settled = host.settled(("0", "1"), 20.0)
+    settled = gpus.settled(("0", "1"), 20.0)
     assert settled["GPU-aaaa"] == pytest.approx(500 / 1024, abs=0.2)
     # Memory that stays in use without a process is somebody's all the same; it is the baseline.
     assert settled["GPU-bbbb"] == pytest.approx(30_000 / 1024)
@@ -149,23 +149,23 @@ def test_a_gpu_that_does_not_come_back_is_in_quarantine_until_it_does(
     node: FakeNvml, neighbour: subprocess.Popen[bytes]
 ) -> None:
     node.gpu("GPU-aaaa").gpu("GPU-bbbb").pid(1, neighbour.pid, 40_000)
-    (sentence,) = host.wait_until_free(("0", "1"), {"GPU-aaaa": 0.5, "GPU-bbbb": 0.5}, 0.5)
+    (sentence,) = gpus.wait_until_free(("0", "1"), {"GPU-aaaa": 0.5, "GPU-bbbb": 0.5}, 0.5)
     assert "GPU 1 still holds 39.6 GiB, 0.5 GiB before the trial" in sentence
     assert f"pid {neighbour.pid} (sleep) 39.1 GiB" in sentence
-    assert host.quarantined(("0",)) == ()
-    assert host.quarantined(("0", "1")) == (f"in quarantine: {sentence}",)
+    assert gpus.quarantined(("0",)) == ()
+    assert gpus.quarantined(("0", "1")) == (f"in quarantine: {sentence}",)
     neighbour.kill()
     neighbour.wait(10)
-    assert host.quarantined(("0", "1")) == ()
+    assert gpus.quarantined(("0", "1")) == ()
 
 
 def test_a_gpu_without_numbers_is_free_when_nobody_is_on_it(node: FakeNvml, neighbour: subprocess.Popen[bytes]) -> None:
     node.gpu("GPU-aaaa", flags="nomem,noval").pid(0, neighbour.pid, 40_000)
-    (sentence,) = host.wait_until_free(("0",), {"GPU-aaaa": None}, 0.0)
+    (sentence,) = gpus.wait_until_free(("0",), {"GPU-aaaa": None}, 0.0)
     assert sentence == f"GPU 0 still holds memory; held by pid {neighbour.pid} (sleep)"
     neighbour.kill()
     neighbour.wait(10)
-    assert host.wait_until_free(("0",), {"GPU-aaaa": None}, 0.0) == ()
+    assert gpus.wait_until_free(("0",), {"GPU-aaaa": None}, 0.0) == ()
 
 
 def test_memory_over_time(node: FakeNvml, tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_the_next_start_comes_after_the_memory_is_free(node: FakeNvml, tmp_path:
     record = used_by_engine(node, tmp_path)
     spec = engine_spec(tmp_path, record=str(record), children=str(tmp_path / "children"))
     with running(spec, tmp_path, ("0",)) as first:
-        assert host.gpus(("0",))[0].used_gib == pytest.approx(40_500 / 1024)
+        assert gpus.gpus(("0",))[0].used_gib == pytest.approx(40_500 / 1024)
         # It is the engine's own: nobody else is on the GPU.
         assert first.foreign_gpu_users() == ()
     assert first.held == ()
@@ -268,7 +268,7 @@ def test_pids_of_another_namespace_are_the_engines_own_when_they_came_with_it(
     node.gpu("GPU-aaaa", flags="hostpid")
     record = used_by_engine(node, tmp_path)
     with running(engine_spec(tmp_path, record=str(record)), tmp_path, ("0",)) as started:
-        assert host.gpus(("0",))[0].users[0].pid == started.pid + 10_000_000
+        assert gpus.gpus(("0",))[0].users[0].pid == started.pid + 10_000_000
         assert started.foreign_gpu_users() == ()
         node.pid(0, neighbour.pid, 1024)
         hidden = f"GPU 0: pid {neighbour.pid + 10_000_000} (not visible from here) 1.0 GiB"
@@ -327,7 +327,7 @@ with claims.gpus_claimed(["GPU-aaaa"]), claims.scrap_folder() as scraps:
 
 def test_pynvml_finds_the_library_as_it_finds_the_real_one(tmp_path: Path) -> None:
     node = FakeNvml(tmp_path).gpu("GPU-aaaa").gpu("GPU-bbbb")
-    code = "from orchestrator import host; print([gpu.uuid for gpu in host.gpus()])"
+    code = "from orchestrator import host; print([gpu.uuid for gpu in gpus.gpus()])"
     answer = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, **node.env},

@@ -20,12 +20,12 @@ import psutil
 import pytest
 from launches import KINDS, PORTS, alive, engine_spec, gone, marked, program, written_pids
 
-from orchestrator import claims, leftovers, server
 from orchestrator.config import EngineSpec, Ready
 from orchestrator.engines import ENGINES
 from orchestrator.errors import EngineFailure, MachineError
 from orchestrator.measure import client
-from orchestrator.server import Server
+from orchestrator.node import claims, leftovers, server
+from orchestrator.node.server import Server
 
 
 @contextlib.contextmanager

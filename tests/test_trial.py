@@ -17,9 +17,10 @@ import pytest
 from fake_nvml import FakeNvml
 from launches import KINDS, Ready, alive, gone, marked, program, trial_spec
 
-from orchestrator import server, trial
+from orchestrator import trial
 from orchestrator.config import TrialSpec, Workload
 from orchestrator.engines.base import Fact, TrialStatus
+from orchestrator.node import server
 from orchestrator.trial import TrialResult
 
 SHORT = Workload(output_tokens=16, num_prompts=2, repeats=3, stall_s=20.0)

@@ -24,8 +24,8 @@ from typing import Any
 import psutil
 
 from orchestrator import config
-from orchestrator.claims import reserved_port
 from orchestrator.measure.workload import load_texts
+from orchestrator.node.claims import reserved_port
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))

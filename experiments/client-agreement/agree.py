@@ -25,7 +25,7 @@ from orchestrator.config import Workload
 from orchestrator.engines import ENGINES
 from orchestrator.measure.quantity import median, ratio
 from orchestrator.measure.workload import SizedText, build_prompts, load_texts
-from orchestrator.server import Server, running
+from orchestrator.node.server import Server, running
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))

@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from orchestrator import trial  # noqa: E402
 from orchestrator.config import EngineSpec, Placement, Stop, TrialSpec, Workload  # noqa: E402
-from orchestrator.leftovers import MARKER  # noqa: E402
+from orchestrator.node.leftovers import MARKER  # noqa: E402
 
 KINDS = ("vllm", "sglang", "llamacpp")
 NAMED = {"vllm": ["org/model"], "sglang": ["--model-path", "org/model"], "llamacpp": ["-m", "org/model"]}

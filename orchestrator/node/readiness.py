@@ -24,7 +24,7 @@ from orchestrator.errors import EngineFailure
 from orchestrator.measure import client
 
 if TYPE_CHECKING:
-    from orchestrator.server import Server
+    from orchestrator.node.server import Server
 
 # A start of minutes need not be looked at as often as one of a second.
 FIRST_POLL_S, LONGEST_POLL_S = 0.05, 0.5

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pynvml
 
-from orchestrator import claims
+from orchestrator.node import claims
 
 GIB = 1024**3
 # A process-free GPU still shows a little memory in use (driver, other users' contexts being torn down).

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from orchestrator import host
 from orchestrator.engines.base import Fact
+from orchestrator.node import gpus
 
 # Finding the descendants reads the whole process table: too much to do beside a measurement at every sample. While an
 # engine starts its processes, nothing is measured.
@@ -28,14 +28,14 @@ def tree_pids(pid: int) -> frozenset[int]:
 
 def host_available_gib() -> float:
     """Host memory that can be had without swapping."""
-    return float(psutil.virtual_memory().available) / host.GIB
+    return float(psutil.virtual_memory().available) / gpus.GIB
 
 
 def _rss_gib(pids: frozenset[int]) -> float | None:
     total, seen = 0.0, False
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
-            total += psutil.Process(pid).memory_info().rss / host.GIB
+            total += psutil.Process(pid).memory_info().rss / gpus.GIB
             seen = True
     return total if seen else None
 
@@ -69,14 +69,14 @@ class MemorySampler:
     def _run(self) -> None:
         started = time.monotonic()
         # Held open: initialising NVML anew for every sample costs more than the sample.
-        with host.nvml():
+        with gpus.nvml():
             while True:
                 self._sample(time.monotonic() - started)
                 if self._stop.wait(self.interval_s):
                     return
 
     def _sample(self, at_s: float) -> None:
-        for gpu in host.gpus(self.gpu_ids) if self.gpu_ids else []:
+        for gpu in gpus.gpus(self.gpu_ids) if self.gpu_ids else []:
             self._keep(f"gpu{gpu.index}_used_gib", at_s, gpu.used_gib, gpu.used_source or "")
         if at_s < STARTING_S or at_s - self._tree_seen_s >= TREE_PERIOD_S:
             self._tree, self._tree_seen_s = tree_pids(self.pid), at_s

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from orchestrator import host
+from orchestrator.node import gpus
 
 
 def provenance(engine_version: str | None) -> dict[str, Any]:
@@ -24,10 +24,10 @@ def provenance(engine_version: str | None) -> dict[str, Any]:
         "python": platform.python_version(),
         "cpu": _cpu_name(),
         "num_cpus": os.cpu_count(),
-        "memory_gib": round(psutil.virtual_memory().total / host.GIB, 1),
-        "gpus": [str(gpu) for gpu in host.gpus()],
-        "driver": host.driver_version(),
-        "topology": host.topology(),
+        "memory_gib": round(psutil.virtual_memory().total / gpus.GIB, 1),
+        "gpus": [str(gpu) for gpu in gpus.gpus()],
+        "driver": gpus.driver_version(),
+        "topology": gpus.topology(),
         "engine_version": engine_version,
         "versions": versions,
         "git_commit": _git_commit(),

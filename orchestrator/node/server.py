@@ -21,14 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from orchestrator import claims, host, leftovers
 from orchestrator.config import EngineSpec
 from orchestrator.engines.base import Diagnosis, Engine, LaunchPlan, TrialStatus
 from orchestrator.errors import EngineFailure, MachineError
-from orchestrator.keeper import shared_memory
 from orchestrator.measure.client import Target
-from orchestrator.memory import tree_pids
-from orchestrator.readiness import wait_ready
+from orchestrator.node import claims, gpus, leftovers
+from orchestrator.node.keeper import shared_memory
+from orchestrator.node.memory import tree_pids
+from orchestrator.node.readiness import wait_ready
 
 KEEPER = Path(__file__).with_name("keeper.py")
 LISTEN_S = 0.025
@@ -90,7 +90,7 @@ class Server:
 
     def foreign_gpu_users(self) -> tuple[str, ...]:
         """Who else is on the engine's GPUs."""
-        return host.foreign_users(self.gpu_ids, self.pids() | self._hidden_pids) if self.gpu_ids else ()
+        return gpus.foreign_users(self.gpu_ids, self.pids() | self._hidden_pids) if self.gpu_ids else ()
 
     def check_alive(self) -> None:
         """Raises EngineFailure, with the explanation from the log, when the engine has ended."""
@@ -202,7 +202,7 @@ def running(
                 on_start(server)
                 wait_ready(server, spec)
                 server.note_traces()
-                server._hidden_pids = host.hidden_users(gpu_ids) if gpu_ids else frozenset()
+                server._hidden_pids = gpus.hidden_users(gpu_ids) if gpu_ids else frozenset()
                 yield server
             except EngineFailure as failure:
                 if failure.diagnosis.cause == "cache_broken":
@@ -215,7 +215,7 @@ def running(
             finally:
                 server._stop(spec.stop.grace_s, hurried)
                 if gpu_ids:
-                    server.held = host.wait_until_free(gpu_ids, baseline, GPU_RELEASE_TIMEOUT_S)
+                    server.held = gpus.wait_until_free(gpu_ids, baseline, GPU_RELEASE_TIMEOUT_S)
 
 
 def masked(env: Mapping[str, str]) -> dict[str, str]:
@@ -253,14 +253,14 @@ def _gpus_of_our_own(plan: LaunchPlan, gpu_ids: tuple[str, ...]) -> Iterator[dic
             f"the command line asks for {plan.parallel_size} GPUs (tensor x pipeline parallel), "
             f"the trial was given {len(gpu_ids)}: {', '.join(gpu_ids)}"
         )
-    seen = host.gpus(gpu_ids)
-    if len(seen) != len(gpu_ids) and (here := host.gpus()):
+    seen = gpus.gpus(gpu_ids)
+    if len(seen) != len(gpu_ids) and (here := gpus.gpus()):
         indexes = ", ".join(str(gpu.index) for gpu in here)
         raise MachineError(f"the trial was given the GPUs {', '.join(gpu_ids)}; this node has {indexes}")
     with claims.gpus_claimed([gpu.uuid for gpu in seen]) as claimed:
         others = tuple(f"GPU {gpu.index}: another engine of ours has it" for gpu in seen if gpu.uuid in claimed)
         faults = tuple(f"GPU {gpu.index}: {gpu.fault}" for gpu in seen if gpu.fault)
-        in_use = faults or others or host.quarantined(gpu_ids) or host.wait_until_unused(gpu_ids, GPU_BUSY_PATIENCE_S)
+        in_use = faults or others or gpus.quarantined(gpu_ids) or gpus.wait_until_unused(gpu_ids, GPU_BUSY_PATIENCE_S)
         if in_use:
             raise EngineFailure(
                 Diagnosis(
@@ -270,7 +270,7 @@ def _gpus_of_our_own(plan: LaunchPlan, gpu_ids: tuple[str, ...]) -> Iterator[dic
                     lever="end those processes or choose other GPUs",
                 )
             )
-        yield host.settled(gpu_ids, GPU_RELEASE_TIMEOUT_S)
+        yield gpus.settled(gpu_ids, GPU_RELEASE_TIMEOUT_S)
 
 
 def environment(plan: LaunchPlan) -> dict[str, str]:

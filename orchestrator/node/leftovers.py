@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from orchestrator.keeper import SHM, shared_memory
+from orchestrator.node.keeper import SHM, shared_memory
 
 # Value: NAMESPACE:PID:START:LAUNCH of the owner.
 MARKER = "ORCHESTRATOR_OWNER"
