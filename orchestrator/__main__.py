@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from orchestrator import airgap, config, doctor, environments, interrupt, plans, report, search, tracking
+from orchestrator import airgap, config, doctor, interrupt, plans, report, search, tracking
 from orchestrator import unpack as unpacking
+from orchestrator.environments import install
 from orchestrator.errors import ConfigError, MachineError, OrchestratorError
 from orchestrator.measure.verdict import LEVELS
 
@@ -270,7 +271,7 @@ def ui(
 @engine_app.command()
 def install(name: Annotated[str, typer.Argument(help="a file in conf/engine/environments")]) -> None:
     """Make an engine's own environment under .engines/NAME; does nothing when it is up to date."""
-    _say(f"installed: {environments.install(name, Path.cwd(), _say)}")
+    _say(f"installed: {install.install(name, Path.cwd(), _say)}")
 
 
 @engine_app.command()
@@ -311,7 +312,7 @@ def unpack(
 @engine_app.command(name="list")
 def list_engines(*, as_json: Json = False) -> None:
     """The engine environments of this folder and their versions."""
-    found = environments.listed(Path.cwd())
+    found = install.listed(Path.cwd())
     if as_json:
         _emit({"environments": [asdict(info) for info in found]})
         return

