@@ -20,7 +20,7 @@ import pytest
 
 from orchestrator.config import EngineSpec
 from orchestrator.engines import ENGINES, Diagnosis, EngineStats, LaunchPlan, TrialStatus
-from orchestrator.engines.causes import CAUSES
+from orchestrator.engines.diagnosis.causes import CAUSES
 
 ROOT = Path(__file__).parent.parent
 SPECULATION: dict[str, dict[str, Any]] = {

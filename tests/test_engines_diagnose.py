@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.engines import ENGINES, Diagnosis, TrialStatus
-from orchestrator.engines.causes import CAUSES
-from orchestrator.engines.rules import RULES
+from orchestrator.engines.diagnosis.causes import CAUSES
+from orchestrator.engines.diagnosis.rules import RULES
 
 RECORDED = Path(__file__).parent / "recorded"
 REFUSED, UNFIT, FAILED = TrialStatus.REFUSED, TrialStatus.UNFIT, TrialStatus.FAILED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.engines.base import Diagnosis, Engine, EngineStats, Fact, LaunchPlan, TrialStatus
-from orchestrator.engines.explain import compile_lines, override_lines
+from orchestrator.engines.diagnosis.explain import compile_lines, override_lines
 from orchestrator.engines.llamacpp import LlamaCpp
 from orchestrator.engines.sglang import SGLang
 from orchestrator.engines.vllm import VLLM

@@ -9,9 +9,9 @@ from typing import Any
 
 from orchestrator.config import EngineSpec
 from orchestrator.engines.base import Diagnosis, EngineStats, Fact, LaunchPlan, resolve_command, resolve_model
-from orchestrator.engines.explain import explain
+from orchestrator.engines.diagnosis.explain import explain
+from orchestrator.engines.diagnosis.facts import fact_pattern
 from orchestrator.engines.exposition import read_page
-from orchestrator.engines.facts import fact_pattern
 from orchestrator.engines.flags import argument, refuse_owned, render_args, scalar, whole_number
 
 _OWNED = {

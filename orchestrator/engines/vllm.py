@@ -9,9 +9,9 @@ from typing import Any
 
 from orchestrator.config import EngineSpec
 from orchestrator.engines.base import Diagnosis, EngineStats, LaunchPlan, resolve_command, resolve_model
-from orchestrator.engines.explain import explain
+from orchestrator.engines.diagnosis.explain import explain
+from orchestrator.engines.diagnosis.facts import fact_pattern
 from orchestrator.engines.exposition import Page, read_page
-from orchestrator.engines.facts import fact_pattern
 from orchestrator.engines.flags import argument, compact_json, refuse_owned, render_args, scalar, whole_number
 from orchestrator.errors import ConfigError
 

@@ -11,10 +11,10 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 
 from orchestrator.engines.base import Diagnosis, Fact, TrialStatus
-from orchestrator.engines.causes import CAUSES
-from orchestrator.engines.facts import FactPattern, number, read_facts
-from orchestrator.engines.levers import computed_lever, shortfall, with_numbers
-from orchestrator.engines.logs import (
+from orchestrator.engines.diagnosis.causes import CAUSES
+from orchestrator.engines.diagnosis.facts import FactPattern, number, read_facts
+from orchestrator.engines.diagnosis.levers import computed_lever, shortfall, with_numbers
+from orchestrator.engines.diagnosis.logs import (
     Block,
     Line,
     error_blocks,
@@ -24,7 +24,7 @@ from orchestrator.engines.logs import (
     sentence_around,
     streams,
 )
-from orchestrator.engines.rules import DRAFT_WEIGHTS, PACKAGES, RULES, Rule
+from orchestrator.engines.diagnosis.rules import DRAFT_WEIGHTS, PACKAGES, RULES, Rule
 
 _EVIDENCE_CHARS = 4000
 _WORD_CHARS = 160

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 from orchestrator.engines.base import Fact
-from orchestrator.engines.facts import NUMBER, number
+from orchestrator.engines.diagnosis.facts import NUMBER, number
+from orchestrator.engines.diagnosis.logs import Line
 from orchestrator.engines.flags import known_flags, nearest_flag
-from orchestrator.engines.logs import Line
 
 
 def shortfall(told: Mapping[str, Fact]) -> dict[str, Fact]:

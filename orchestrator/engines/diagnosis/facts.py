@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from orchestrator.engines.base import Fact
-from orchestrator.engines.logs import Block, flexible, sentence_around
+from orchestrator.engines.diagnosis.logs import Block, flexible, sentence_around
 
 NUMBER = r"-?\d[\d,]*\.?\d*"
 

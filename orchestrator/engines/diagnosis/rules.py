@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from orchestrator.engines.facts import expression
+from orchestrator.engines.diagnosis.facts import expression
 
 
 @dataclass(frozen=True, slots=True)
