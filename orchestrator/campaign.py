@@ -29,7 +29,7 @@ from orchestrator.measure.verdict import Level
 from orchestrator.objective import misses
 from orchestrator.space import point_name
 from orchestrator.tracking import Recorded, Tracker, last_campaign
-from orchestrator.trial import TrialResult
+from orchestrator.trial.run import TrialResult
 
 __all__ = ["Account", "Campaign", "Event", "Launch", "Sampler", "home_of", "keyed_points", "opened"]
 

@@ -11,7 +11,7 @@ from orchestrator.measure import metrics
 from orchestrator.measure.metrics import Measurement, Quantity
 from orchestrator.measure.verdict import Level, Reason, Verdict, worst
 from orchestrator.objective import direction, value
-from orchestrator.trial import TrialResult
+from orchestrator.trial.run import TrialResult
 
 LENGTH_TOLERANCE = 0.05
 

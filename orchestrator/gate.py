@@ -14,7 +14,7 @@ from orchestrator.measure.metrics import Quantity
 from orchestrator.measure.verdict import Level
 from orchestrator.objective import misses, objective_metrics, samples, score
 from orchestrator.tracking import Recorded
-from orchestrator.trial import TrialResult
+from orchestrator.trial.run import TrialResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator import campaign, trial
+from orchestrator import campaign
 from orchestrator.config import EngineSpec, Experiment, TrialSpec, trial_spec
 from orchestrator.engines import ENGINES, LaunchPlan
 from orchestrator.engines.base import TrialStatus
 from orchestrator.engines.flags import check_flags
 from orchestrator.errors import ConfigError, MachineError
 from orchestrator.node import server
+from orchestrator.trial import run
 
 HELP_TIMEOUT_S = 120.0
 
@@ -162,7 +163,7 @@ def _typical_trial_s(experiment: Experiment) -> float | None:
     durations = []
     for path in home.glob("*/trials/*/result.json"):
         try:
-            result = trial.from_json(path.read_bytes())
+            result = run.from_json(path.read_bytes())
         except (OSError, ValueError):
             continue
         if result.status is TrialStatus.COMPLETE:

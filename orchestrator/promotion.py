@@ -23,7 +23,7 @@ from orchestrator.gate import Comparison, quantity_document
 from orchestrator.measure.client import Target
 from orchestrator.service import MASKED, Order
 from orchestrator.tracking import Recorded
-from orchestrator.trial import TrialResult
+from orchestrator.trial.run import TrialResult
 from orchestrator.verification import Verification
 
 Say = Callable[[str], None]

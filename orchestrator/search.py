@@ -43,7 +43,7 @@ from orchestrator.space import (
     suggest,
     swept_keys,
 )
-from orchestrator.trial import TrialResult
+from orchestrator.trial.run import TrialResult
 
 __all__ = [
     "Dimension",

@@ -1,4 +1,4 @@
-"""Ray Tune around trial.run: where each trial runs, in which order, what is retried, and what is kept.
+"""Ray Tune around run.run: where each trial runs, in which order, what is retried, and what is kept.
 
 One trial takes one bundle {CPU, GPU} of one node (STRICT_PACK), and one node runs one trial at a time. Only the driver
 writes: results reach it through Tune's reports.
@@ -18,13 +18,13 @@ from ray.exceptions import RayActorError, RayError
 from ray.tune.schedulers import FIFOScheduler
 from ray.tune.search import Searcher
 
-from orchestrator import trial
 from orchestrator.campaign import Campaign, Launch
 from orchestrator.config import Placement
 from orchestrator.engines.base import TrialStatus
 from orchestrator.interrupt import Interrupts
 from orchestrator.remote import Task, trainable, unpack
-from orchestrator.trial import TrialResult
+from orchestrator.trial import run
+from orchestrator.trial.run import TrialResult
 
 # How long the last usable node may be gone before the campaign gives up waiting for one.
 NO_NODE_S = 30.0
@@ -183,7 +183,7 @@ def _result_of(placed: _Placed, result: dict[str, Any] | None, workdir: Path) ->
     """The TrialResult a trial reported; a trial whose process died is infrastructure."""
     if result and "document" in result:
         unpack(result.get("files") or (), workdir)
-        return trial.from_json(result["document"])
+        return run.from_json(result["document"])
     cause, reason = placed.lost
     status = TrialStatus.FAILED if cause == "internal_error" else TrialStatus.INFRASTRUCTURE
     return TrialResult(spec=placed.launch.spec, status=status, cause=cause, reason=reason, workdir=str(workdir))
@@ -201,7 +201,7 @@ class _Overseer(FIFOScheduler):
         self._controller = tune_controller
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
-        self._feed.failed(trial.trial_id, trial.pickled_error_file)
+        self._feed.failed(run.trial_id, run.pickled_error_file)
 
     def take_back_misplaced(self, trials: list[Any]) -> None:
         for waiting in [known for known in trials if known.status == "PENDING"]:
@@ -226,4 +226,4 @@ class _Listen(tune.Callback):
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
         if "phase" in result:
-            self._feed.campaign.phase(trial.trial_id, result["phase"])
+            self._feed.campaign.phase(run.trial_id, result["phase"])

@@ -10,7 +10,7 @@ from orchestrator.config import EngineSpec, Experiment, Objective, Placement, Se
 from orchestrator.engines.base import Fact, TrialStatus
 from orchestrator.measure.metrics import Measurement, Quantity
 from orchestrator.measure.verdict import Level, Reason, Verdict
-from orchestrator.trial import TrialResult
+from orchestrator.trial.run import TrialResult
 
 CODE = "code-review-8k"
 CONFIG = "engine.args.speculative-config"

@@ -16,7 +16,7 @@ from orchestrator.engines.base import TrialStatus
 from orchestrator.measure.metrics import Measurement, Quantity
 from orchestrator.measure.verdict import Level, Verdict
 from orchestrator.tracking import Tracker
-from orchestrator.trial import TrialResult
+from orchestrator.trial.run import TrialResult
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 FAST = {"tokens_per_s": 400.0, "ttft_s": 0.01, "load_s": 0.2}

@@ -16,7 +16,7 @@ from orchestrator.config import Objective
 from orchestrator.engines.base import TrialStatus
 from orchestrator.measure.metrics import Measurement
 from orchestrator.measure.verdict import Level
-from orchestrator.trial import TrialResult
+from orchestrator.trial.run import TrialResult
 
 STORY = "story-chat"
 OBJECTIVE = Objective(metric=f"{CODE}/decode_tok_s")

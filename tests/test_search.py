@@ -14,7 +14,7 @@ from orchestrator.engines.base import TrialStatus
 from orchestrator.errors import ConfigError
 from orchestrator.measure.metrics import Measurement, Quantity
 from orchestrator.measure.verdict import Level
-from orchestrator.trial import TrialResult
+from orchestrator.trial.run import TrialResult
 
 STORY, TAIL = "story-chat", "tail-100"
 EXPERIMENT = experiment()

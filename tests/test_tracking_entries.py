@@ -11,10 +11,10 @@ import recorded_results as made
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator import trial
 from orchestrator.engines.base import Fact
 from orchestrator.measure.metrics import Quantity
 from orchestrator.tracking import entries
+from orchestrator.trial import run
 
 SAFE = re.compile(r"[A-Za-z0-9_.\-/]{1,250}")
 
@@ -113,7 +113,7 @@ def test_numbers_that_are_not_finite_are_left_out_and_named(tmp_path):
     assert entry.tags["nonfinite"] == f"{made.WORKLOAD}/rate, {made.WORKLOAD}/tpot_s"
     assert "Infinity" not in entry.text
     assert "NaN" not in entry.text
-    back = trial.from_json(entry.text)
+    back = run.from_json(entry.text)
     assert back == entries.finite(result)
     assert (list(back.memory), list(back.facts), back.memory_series) == (["model_gib"], [], {"gpu0_gib": [(1.0, 2.0)]})
 

@@ -17,11 +17,11 @@ import pytest
 from fake_nvml import FakeNvml
 from launches import KINDS, Ready, alive, gone, marked, program, trial_spec
 
-from orchestrator import trial
 from orchestrator.config import TrialSpec, Workload
 from orchestrator.engines.base import Fact, TrialStatus
 from orchestrator.node import server
-from orchestrator.trial import TrialResult
+from orchestrator.trial import run
+from orchestrator.trial.run import TrialResult
 
 SHORT = Workload(output_tokens=16, num_prompts=2, repeats=3, stall_s=20.0)
 
@@ -29,7 +29,7 @@ SHORT = Workload(output_tokens=16, num_prompts=2, repeats=3, stall_s=20.0)
 def run(spec: TrialSpec, folder: Path, **more: object) -> TrialResult:
     """The result, after checking what holds for every end: nobody lives on, the file says the same, strictly."""
     threads = set(threading.enumerate())
-    result = trial.run(spec, folder / "trial", **more)
+    result = run.run(spec, folder / "trial", **more)
     assert marked() == []
     assert set(threading.enumerate()) <= threads
     text = (folder / "trial" / "result.json").read_text()
@@ -38,7 +38,7 @@ def run(spec: TrialSpec, folder: Path, **more: object) -> TrialResult:
         pytest.fail(f"{constant} in result.json")
 
     json.loads(text, parse_constant=refuse)
-    assert trial.from_json(text) == trial.from_json(trial.to_json(result))
+    assert run.from_json(text) == run.from_json(run.to_json(result))
     return result
 
 
@@ -334,7 +334,7 @@ root = Path({str(tmp_path)!r})
 work = Workload(output_tokens=400, num_prompts=100, repeats=1)
 def tell(phase, done, total):
     (root / "phase").write_text(phase)
-trial.run(trial_spec(root, workloads={{"long": work}}, children=str(root / "children"), record=str(root / "record")),
+run.run(trial_spec(root, workloads={{"long": work}}, children=str(root / "children"), record=str(root / "record")),
           root / "trial", on_progress=tell)
 """
     owner = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
@@ -366,19 +366,19 @@ def test_secrets_are_in_nothing_that_is_written(tmp_path: Path) -> None:
         assert not path.is_file() or "hf-5ecret" not in path.read_text(errors="replace"), path
     # The caller keeps what it needs to start the point once more.
     assert result.spec == spec
-    written = trial.from_json((tmp_path / "trial" / "result.json").read_text()).spec.engine.env
+    written = run.from_json((tmp_path / "trial" / "result.json").read_text()).spec.engine.env
     assert (written["HF_TOKEN"], written["NCCL_DEBUG"]) == ("****", "INFO")
 
 
 def test_results_survive_the_way_to_disk_and_back(tmp_path: Path) -> None:
     result = run(trial_spec(tmp_path), tmp_path)
     odd = replace(result, reason="ünïcode \x00 \u2028 '\"", facts={"k_gib": Fact(value=1e300, source="größe")})
-    assert trial.from_json(trial.to_json(odd)) == trial.from_json(trial.to_json(odd))
-    assert trial.from_json(trial.to_json(odd)).facts["k_gib"].value == 1e300
+    assert run.from_json(run.to_json(odd)) == run.from_json(run.to_json(odd))
+    assert run.from_json(run.to_json(odd)).facts["k_gib"].value == 1e300
     broken = replace(result, facts={"k_gib": Fact(value=math.nan, source="")})
     with pytest.raises(ValueError, match="JSON"):
-        trial.to_json(broken)
+        run.to_json(broken)
     with pytest.raises(ValueError, match="schema_version 2"):
-        trial.from_json(trial.to_json(result).replace('"schema_version": 1', '"schema_version": 2', 1))
+        run.from_json(run.to_json(result).replace('"schema_version": 1', '"schema_version": 2', 1))
     with pytest.raises(ValueError, match=r"delimiter|value|Unterminated"):
-        trial.from_json(trial.to_json(result)[:-20])
+        run.from_json(run.to_json(result)[:-20])

@@ -30,9 +30,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 
-from orchestrator import trial  # noqa: E402
 from orchestrator.config import EngineSpec, Placement, Stop, TrialSpec, Workload  # noqa: E402
 from orchestrator.node.leftovers import MARKER  # noqa: E402
+from orchestrator.trial import run  # noqa: E402
 
 KINDS = ("vllm", "sglang", "llamacpp")
 NAMED = {"vllm": ["org/model"], "sglang": ["--model-path", "org/model"], "llamacpp": ["-m", "org/model"]}
@@ -86,9 +86,9 @@ def trial_cycle(kind: str, root: Path, stubborn: bool) -> tuple[float, float]:
         workloads={"chat": WORKLOAD},
     )
     began = time.monotonic()
-    result = trial.run(spec, root / "trial")
+    result = run.run(spec, root / "trial")
     wall_s = time.monotonic() - began
-    if result.status is not trial.TrialStatus.COMPLETE:
+    if result.status is not run.TrialStatus.COMPLETE:
         log = (root / "trial" / "engine.log").read_text(errors="replace")
         raise SystemExit(f"{kind}: {result.status}: {result.reason}\n{log[-3000:]}")
     return wall_s, result.phases_s["warming"] + result.phases_s["measuring"]

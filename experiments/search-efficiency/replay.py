@@ -30,7 +30,7 @@ from orchestrator.config import EngineSpec, Experiment, Objective, Search, Trial
 from orchestrator.engines.base import TrialStatus
 from orchestrator.measure.metrics import Measurement, Quantity
 from orchestrator.measure.verdict import Level, Verdict
-from orchestrator.trial import TrialResult
+from orchestrator.trial.run import TrialResult
 
 HERE = Path(__file__).resolve().parent
 REFERENCE = HERE.parent / "reference"

@@ -21,7 +21,7 @@ from orchestrator.objective import METRICS, objective_metrics, value
 from orchestrator.report.cells import brief, interval
 from orchestrator.report.documents import quantity_document
 from orchestrator.report.tables import plain_table
-from orchestrator.trial import TrialResult
+from orchestrator.trial.run import TrialResult
 
 if TYPE_CHECKING:
     from orchestrator.tracking import Recorded

@@ -17,7 +17,7 @@ from orchestrator.measure.metrics import Measurement
 from orchestrator.measure.verdict import LEVELS, Level
 from orchestrator.report.cells import brief, interval, number, short, varying_params
 from orchestrator.report.documents import same_trial
-from orchestrator.trial import TrialResult
+from orchestrator.trial.run import TrialResult
 
 if TYPE_CHECKING:
     from orchestrator.tracking import Recorded

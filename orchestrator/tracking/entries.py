@@ -16,7 +16,7 @@ from typing import Any
 
 from orchestrator.config import TrialSpec, flatten
 from orchestrator.measure.metrics import Measurement, Quantity
-from orchestrator.trial import TrialResult, to_json
+from orchestrator.trial.run import TrialResult, to_json
 
 # A param longer than this is unreadable in a table; the whole value is kept as an artifact.
 MAX_PARAM_CHARS = 500

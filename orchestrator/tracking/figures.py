@@ -13,7 +13,7 @@ from orchestrator import comparison
 from orchestrator.measure import metrics
 from orchestrator.measure.metrics import Quantity, RequestTrace
 from orchestrator.objective import value
-from orchestrator.trial import TrialResult
+from orchestrator.trial.run import TrialResult
 
 
 def trial(result: TrialResult) -> dict[str, Figure]:
