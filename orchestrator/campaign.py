@@ -26,8 +26,8 @@ from orchestrator.errors import TrackingError
 from orchestrator.launches import Account, Event, Launch, Sampler
 from orchestrator.ledger import Ledger, home_of, model_fingerprint, owned
 from orchestrator.measure.verdict import Level
-from orchestrator.objective import misses
-from orchestrator.space import point_name
+from orchestrator.search.objective import misses
+from orchestrator.search.space import point_name
 from orchestrator.tracking import Recorded, Tracker, last_campaign
 from orchestrator.trial.run import TrialResult
 

@@ -12,7 +12,7 @@ from orchestrator.errors import PromotionError
 from orchestrator.measure import metrics
 from orchestrator.measure.metrics import Quantity
 from orchestrator.measure.verdict import Level
-from orchestrator.objective import misses, objective_metrics, samples, score
+from orchestrator.search.objective import misses, objective_metrics, samples, score
 from orchestrator.tracking import Recorded
 from orchestrator.trial.run import TrialResult
 

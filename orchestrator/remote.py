@@ -22,7 +22,7 @@ from orchestrator.config import Objective, TrialSpec
 from orchestrator.environments import install
 from orchestrator.ledger import TOKEN_FILE
 from orchestrator.measure.metrics import Measurement
-from orchestrator.pruning import clearly_worse
+from orchestrator.search.pruning import clearly_worse
 from orchestrator.trial import run
 from orchestrator.trial.run import TrialResult
 

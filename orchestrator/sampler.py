@@ -14,7 +14,7 @@ from ray.tune.search.optuna import OptunaSearch
 
 from orchestrator.config import Experiment
 from orchestrator.ledger import Ledger
-from orchestrator.space import Dimension, dimensions, draw
+from orchestrator.search.space import Dimension, dimensions, draw
 
 METRIC = "objective"
 # How often a known point may be drawn in a row before chance draws instead, and before there is taken to be no other.

@@ -14,7 +14,7 @@ from orchestrator.measure.client import Target
 from orchestrator.measure.metrics import Quantity
 from orchestrator.measure.run import Stalled, Surroundings, WorkloadRun, measure
 from orchestrator.measure.verdict import Level
-from orchestrator.objective import direction, objective_metrics
+from orchestrator.search.objective import direction, objective_metrics
 from orchestrator.trial.run import TrialResult
 
 ATTEMPTS = 3

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator import config, space
+from orchestrator import config
 from orchestrator.engines import ENGINES
+from orchestrator.search import space
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "experiments" / "h200-dspark-k-sweep"

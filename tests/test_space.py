@@ -10,7 +10,7 @@ from made_results import CODE, CONFIG, K, experiment
 from orchestrator import search
 from orchestrator.config import TrialSpec
 from orchestrator.errors import ConfigError
-from orchestrator.space import Dimension, draw, plan, point_name
+from orchestrator.search.space import Dimension, draw, plan, point_name
 
 METHOD = f"{CONFIG}.method"
 

@@ -20,10 +20,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from orchestrator import config, space  # noqa: E402
+from orchestrator import config  # noqa: E402
 from orchestrator.engines import ENGINES  # noqa: E402
 from orchestrator.errors import EngineFailure  # noqa: E402
 from orchestrator.node import server  # noqa: E402
+from orchestrator.search import space  # noqa: E402
 
 STREAM: dict[str, Any] = {
     "prompt": "def add(a, b):\n    return a + b\n\ndef add(a, b):\n    return a +",

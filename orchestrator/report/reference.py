@@ -17,10 +17,10 @@ from rich.text import Text
 
 from orchestrator.config import Experiment, flatten
 from orchestrator.measure.metrics import Quantity
-from orchestrator.objective import METRICS, objective_metrics, value
 from orchestrator.report.cells import brief, interval
 from orchestrator.report.documents import quantity_document
 from orchestrator.report.tables import plain_table
+from orchestrator.search.objective import METRICS, objective_metrics, value
 from orchestrator.trial.run import TrialResult
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from orchestrator import comparison
 from orchestrator.measure import metrics
 from orchestrator.measure.metrics import Quantity, RequestTrace
-from orchestrator.objective import value
+from orchestrator.search import comparison
+from orchestrator.search.objective import value
 from orchestrator.trial.run import TrialResult
 
 

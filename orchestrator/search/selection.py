@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from orchestrator.comparison import baseline, pareto, with_campaign_metrics
 from orchestrator.config import Experiment, TrialSpec
 from orchestrator.engines.base import TrialStatus
 from orchestrator.errors import ConfigError
 from orchestrator.measure import metrics
 from orchestrator.measure.verdict import Level
-from orchestrator.objective import (
+from orchestrator.search.comparison import baseline, pareto, with_campaign_metrics
+from orchestrator.search.objective import (
     check_metric,
     direction,
     misses,
@@ -30,8 +30,8 @@ from orchestrator.objective import (
     settings,
     value,
 )
-from orchestrator.pruning import clearly_worse, hopeless, in_order
-from orchestrator.space import (
+from orchestrator.search.pruning import clearly_worse, hopeless, in_order
+from orchestrator.search.space import (
     Dimension,
     Plan,
     Skipped,

@@ -10,7 +10,7 @@ from orchestrator.engines.base import TrialStatus
 from orchestrator.measure import metrics
 from orchestrator.measure.metrics import Measurement, Quantity
 from orchestrator.measure.verdict import Level, Reason, Verdict, worst
-from orchestrator.objective import direction, value
+from orchestrator.search.objective import direction, value
 from orchestrator.trial.run import TrialResult
 
 LENGTH_TOLERANCE = 0.05

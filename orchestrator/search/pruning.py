@@ -15,7 +15,7 @@ from orchestrator.config import Experiment, Objective, TrialSpec, flatten
 from orchestrator.engines.base import TrialStatus
 from orchestrator.measure.metrics import Measurement
 from orchestrator.measure.verdict import Level
-from orchestrator.objective import objective_metrics, prefers, weighted_mean
+from orchestrator.search.objective import objective_metrics, prefers, weighted_mean
 from orchestrator.trial.run import TrialResult
 
 # More of these needs more memory, whatever the engine; keys as the engines spell them, dashes for underscores.
