@@ -268,8 +268,8 @@ def ui(
     os.execvp(command[0], command)
 
 
-@engine_app.command()
-def install(name: Annotated[str, typer.Argument(help="a file in conf/engine/environments")]) -> None:
+@engine_app.command(name="install")
+def install_environment(name: Annotated[str, typer.Argument(help="a file in conf/engine/environments")]) -> None:
     """Make an engine's own environment under .engines/NAME; does nothing when it is up to date."""
     _say(f"installed: {install.install(name, Path.cwd(), _say)}")
 

@@ -201,7 +201,7 @@ class _Overseer(FIFOScheduler):
         self._controller = tune_controller
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
-        self._feed.failed(run.trial_id, run.pickled_error_file)
+        self._feed.failed(trial.trial_id, trial.pickled_error_file)
 
     def take_back_misplaced(self, trials: list[Any]) -> None:
         for waiting in [known for known in trials if known.status == "PENDING"]:
@@ -226,4 +226,4 @@ class _Listen(tune.Callback):
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
         if "phase" in result:
-            self._feed.campaign.phase(run.trial_id, result["phase"])
+            self._feed.campaign.phase(trial.trial_id, result["phase"])

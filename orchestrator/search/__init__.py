@@ -1,1 +1,34 @@
-"""Which points there are, and which result is best. Pure: it knows neither Ray nor MLflow."""
+"""Finding the best: the points to try, and which result wins. Pure: it knows neither Ray nor MLflow.
+
+space: which points. objective: values and constraints. comparison: trials against each other. pruning: what need not
+be measured. selection: which result wins.
+"""
+
+from orchestrator.search.comparison import baseline, pareto, with_campaign_metrics
+from orchestrator.search.objective import score, value
+from orchestrator.search.pruning import clearly_worse, hopeless, in_order
+from orchestrator.search.selection import Selection, check, confirmations, select
+from orchestrator.search.space import Dimension, Plan, Skipped, draw, plan, points, sampled, suggest
+
+__all__ = [
+    "Dimension",
+    "Plan",
+    "Selection",
+    "Skipped",
+    "baseline",
+    "check",
+    "clearly_worse",
+    "confirmations",
+    "draw",
+    "hopeless",
+    "in_order",
+    "pareto",
+    "plan",
+    "points",
+    "sampled",
+    "score",
+    "select",
+    "suggest",
+    "value",
+    "with_campaign_metrics",
+]

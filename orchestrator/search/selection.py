@@ -1,8 +1,4 @@
-"""Finding the best: the points to try, and which result wins (validity, constraints, noise, preference).
-
-The parts lie beside it: space (which points), objective (values and constraints), comparison (trials against each
-other), pruning (what need not be measured). Pure: it knows neither Ray nor MLflow.
-"""
+"""Which result wins: validity, constraints, noise, preference."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ from orchestrator.engines.base import TrialStatus
 from orchestrator.errors import ConfigError
 from orchestrator.measure import metrics
 from orchestrator.measure.verdict import Level
-from orchestrator.search.comparison import baseline, pareto, with_campaign_metrics
 from orchestrator.search.objective import (
     check_metric,
     direction,
@@ -28,45 +23,13 @@ from orchestrator.search.objective import (
     samples,
     score,
     settings,
-    value,
 )
-from orchestrator.search.pruning import clearly_worse, hopeless, in_order
 from orchestrator.search.space import (
-    Dimension,
-    Plan,
-    Skipped,
-    draw,
     plan,
-    points,
     same_configuration,
-    sampled,
-    suggest,
     swept_keys,
 )
 from orchestrator.trial.run import TrialResult
-
-__all__ = [
-    "Dimension",
-    "Plan",
-    "Selection",
-    "Skipped",
-    "baseline",
-    "check",
-    "clearly_worse",
-    "confirmations",
-    "draw",
-    "hopeless",
-    "in_order",
-    "pareto",
-    "plan",
-    "points",
-    "sampled",
-    "score",
-    "select",
-    "suggest",
-    "value",
-    "with_campaign_metrics",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
