@@ -12,12 +12,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from orchestrator import trial
 from orchestrator.tracking import figures
-from orchestrator.trial import run
 
 
 def main(folder: Path, metrics: list[str]) -> None:
-    results = [run.from_json(path.read_bytes()) for path in sorted((folder / "results").glob("*.json"))]
+    results = [trial.from_json(path.read_bytes()) for path in sorted((folder / "results").glob("*.json"))]
     target = folder / "figures"
     target.mkdir(exist_ok=True)
     for metric in metrics:

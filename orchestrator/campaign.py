@@ -20,16 +20,16 @@ import psutil
 
 from orchestrator import search
 from orchestrator.config import Experiment, TrialSpec, to_yaml, trial_spec
-from orchestrator.engines.base import TrialStatus
 from orchestrator.environments import install
 from orchestrator.errors import TrackingError
 from orchestrator.launches import Account, Event, Launch, Sampler
 from orchestrator.ledger import Ledger, home_of, model_fingerprint, owned
 from orchestrator.measure.verdict import Level
+from orchestrator.outcome import TrialStatus
 from orchestrator.search.objective import misses
 from orchestrator.search.space import point_name
 from orchestrator.tracking import Recorded, Tracker, last_campaign
-from orchestrator.trial.run import TrialResult
+from orchestrator.trial import TrialResult
 
 __all__ = ["Account", "Campaign", "Event", "Launch", "Sampler", "home_of", "keyed_points", "opened"]
 

@@ -10,10 +10,9 @@ OrchestratorError
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-if TYPE_CHECKING:
-    from orchestrator.engines.base import Diagnosis
+from orchestrator.outcome import Diagnosis
 
 
 class OrchestratorError(Exception):

@@ -17,9 +17,9 @@ from orchestrator.engines import ENGINES
 from orchestrator.engines.base import LaunchPlan
 from orchestrator.errors import MachineError
 from orchestrator.gateway import Door, gateway_name
-from orchestrator.node.server import SECRET
+from orchestrator.masking import is_secret_variable, mask_env
 from orchestrator.promotion import record_of
-from orchestrator.service import ENGINE, MASKED, Order
+from orchestrator.service import ENGINE, Order
 from orchestrator.tracking import Recorded
 
 # Stands for the port while the command line is planned; no argument has this value by chance.
@@ -77,7 +77,7 @@ def _command(plan: LaunchPlan) -> str:
 
 
 def _assignment(name: str, value: str) -> str:
-    if SECRET.search(name):
+    if is_secret_variable(name):
         return f'export {name}="${{{name}:?must be set: its value was not recorded}}"'
     return f"export {name}={shlex.quote(value)}"
 
@@ -85,7 +85,7 @@ def _assignment(name: str, value: str) -> str:
 def serve_config(experiment: Experiment, recorded: Recorded) -> dict[str, Any]:
     """For `serve deploy`: the applications that `promote` deploys, STRICT_PACK written out."""
     spec, serving = recorded.result.spec, experiment.serving
-    engine = replace(spec.engine, env=_without_secrets(spec.engine.env))
+    engine = replace(spec.engine, env=mask_env(spec.engine.env))
     order = Order(
         run_id=recorded.run_id or "",
         version=recorded.run_id or "exported",
@@ -152,7 +152,7 @@ def llm_config(recorded: Recorded) -> dict[str, Any] | None:
             else [{"CPU": max(1, spec.placement.cpus // workers), "GPU": 1} for _ in range(workers)],
             "strategy": "STRICT_PACK",
         },
-        "runtime_env": {"env_vars": _without_secrets(spec.engine.env)},
+        "runtime_env": {"env_vars": mask_env(spec.engine.env)},
     }
 
 
@@ -173,11 +173,6 @@ def llm_application(experiment: Experiment, llm: Mapping[str, Any]) -> dict[str,
             }
         ],
     }
-
-
-def _without_secrets(env: Mapping[str, str]) -> dict[str, str]:
-    """Secrets masked; whoever starts this fills them in from the environment."""
-    return {name: MASKED if SECRET.search(name) else value for name, value in env.items()}
 
 
 def _json(document: Mapping[str, Any]) -> str:

@@ -7,14 +7,14 @@ from typing import Any
 
 from orchestrator import search, tracking
 from orchestrator.config import Experiment
-from orchestrator.engines.base import TrialStatus
 from orchestrator.errors import PromotionError
 from orchestrator.measure import metrics
 from orchestrator.measure.metrics import Quantity
 from orchestrator.measure.verdict import Level
+from orchestrator.outcome import TrialStatus
 from orchestrator.search.objective import misses, objective_metrics, samples, score
 from orchestrator.tracking import Recorded
-from orchestrator.trial.run import TrialResult
+from orchestrator.trial import TrialResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,12 +17,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from orchestrator import trial
 from orchestrator.config import Experiment
-from orchestrator.engines.base import TrialStatus
 from orchestrator.errors import ConfigError, MachineError
 from orchestrator.node import claims
-from orchestrator.trial import run
-from orchestrator.trial.run import TrialResult
+from orchestrator.outcome import TrialStatus
+from orchestrator.trial import TrialResult
 
 TOKEN_FILE = ".driver"
 
@@ -40,7 +40,7 @@ class Ledger:
     def finished(self, launch_id: str) -> TrialResult | None:
         """The result of a launch that ended; None for one that must run (again). A torn file counts as not finished."""
         try:
-            result = run.from_json((self.workdir(launch_id) / "result.json").read_bytes())
+            result = trial.from_json((self.workdir(launch_id) / "result.json").read_bytes())
         except (OSError, ValueError):
             return None
         return None if result.status is TrialStatus.INFRASTRUCTURE else result
@@ -49,7 +49,7 @@ class Ledger:
         """Raises OSError, for example on a full disk; an earlier result is then still whole."""
         workdir = self.workdir(launch_id)
         workdir.mkdir(parents=True, exist_ok=True)
-        run.write_result(result, workdir)
+        trial.write_result(result, workdir)
 
     def samples(self) -> list[dict[str, Any]]:
         """What a sampler drew so far, oldest first. A torn last line was never started and is left out."""

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator import campaign
+from orchestrator import campaign, trial
 from orchestrator.config import EngineSpec, Experiment, TrialSpec, trial_spec
 from orchestrator.engines import ENGINES, LaunchPlan
-from orchestrator.engines.base import TrialStatus
 from orchestrator.engines.flags import check_flags
 from orchestrator.errors import ConfigError, MachineError
+from orchestrator.masking import mask_env
 from orchestrator.node import server
-from orchestrator.trial import run
+from orchestrator.outcome import TrialStatus
 
 HELP_TIMEOUT_S = 120.0
 
@@ -36,8 +36,7 @@ class CampaignPlan:
         return {
             "experiment": self.experiment.name,
             "trials": [
-                {"name": spec.name, "argv": list(plan.argv), "env": server.masked(plan.env)}
-                for spec, plan in self.launches
+                {"name": spec.name, "argv": list(plan.argv), "env": mask_env(plan.env)} for spec, plan in self.launches
             ],
             "skipped": [{"name": name, "reason": reason} for name, reason in self.skipped],
             "num_starts": self.num_starts,
@@ -163,7 +162,7 @@ def _typical_trial_s(experiment: Experiment) -> float | None:
     durations = []
     for path in home.glob("*/trials/*/result.json"):
         try:
-            result = run.from_json(path.read_bytes())
+            result = trial.from_json(path.read_bytes())
         except (OSError, ValueError):
             continue
         if result.status is TrialStatus.COMPLETE:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from orchestrator.campaign import Event
-from orchestrator.engines.base import TrialStatus
+from orchestrator.outcome import TrialStatus
 
 PHASES = {
     "placing": "waiting for its place",

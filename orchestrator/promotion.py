@@ -20,10 +20,11 @@ from orchestrator.deployment import Deployment
 from orchestrator.engines import ENGINES
 from orchestrator.errors import PromotionError
 from orchestrator.gate import Comparison, quantity_document
+from orchestrator.masking import MASK
 from orchestrator.measure.client import Target
-from orchestrator.service import MASKED, Order
+from orchestrator.service import Order
 from orchestrator.tracking import Recorded
-from orchestrator.trial.run import TrialResult
+from orchestrator.trial import TrialResult
 from orchestrator.verification import Verification
 
 Say = Callable[[str], None]
@@ -243,9 +244,9 @@ class Promotion:
 def with_secrets(recorded: EngineSpec, configured: EngineSpec) -> EngineSpec:
     """The recorded spec, its masked secrets filled in from the configuration or this environment. PromotionError."""
     env = dict(recorded.env)
-    for name in [name for name, value in env.items() if value == MASKED]:
-        env[name] = configured.env.get(name) or os.environ.get(name) or MASKED
-        if env[name] == MASKED:
+    for name in [name for name, value in env.items() if value == MASK]:
+        env[name] = configured.env.get(name) or os.environ.get(name) or MASK
+        if env[name] == MASK:
             raise PromotionError(f"engine.env.{name}: its value was not recorded; set {name} in the environment")
     return replace(recorded, env=env)
 

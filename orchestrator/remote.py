@@ -18,13 +18,14 @@ from typing import Any
 import ray
 from ray import tune
 
+from orchestrator import trial
 from orchestrator.config import Objective, TrialSpec
 from orchestrator.environments import install
 from orchestrator.ledger import TOKEN_FILE
 from orchestrator.measure.metrics import Measurement
 from orchestrator.search.pruning import clearly_worse
-from orchestrator.trial import run
-from orchestrator.trial.run import TrialResult
+from orchestrator.trial import TrialResult
+from orchestrator.trial.run import run
 
 MAX_FETCHED_BYTES = 32 << 20
 
@@ -48,7 +49,7 @@ def trainable(config: dict[str, Any]) -> None:
     task: Task = config["task"]
     reporter = _Reporter(task)
     with _place(task) as workdir:
-        result = run.run(
+        result = run(
             task.spec,
             workdir,
             gpu_ids=tuple(str(gpu) for gpu in ray.get_gpu_ids()),
@@ -57,7 +58,7 @@ def trainable(config: dict[str, Any]) -> None:
             on_measurement=reporter.on_measurement,
         )
         files = () if workdir == task.workdir else packed(workdir)
-    tune.report({"document": run.to_json(replace(result, workdir=str(task.workdir))), "files": files})
+    tune.report({"document": trial.to_json(replace(result, workdir=str(task.workdir))), "files": files})
 
 
 class _Reporter:

@@ -28,6 +28,7 @@ from orchestrator.config import EngineSpec, Ready, Stop
 from orchestrator.engines import ENGINES
 from orchestrator.errors import ConfigError, EngineFailure
 from orchestrator.gateway import GATEWAY, REPORT_PERIOD_S, REPORT_TIMEOUT_S, gateway_name, watched
+from orchestrator.masking import MASK
 from orchestrator.node import server
 from orchestrator.node.server import Server
 from orchestrator.passing import Backend
@@ -38,8 +39,6 @@ ENGINE = "Engine"
 DRAIN_S = 30.0
 # The replica's measure that Serve's autoscaling decides by.
 IN_FLIGHT = "in_flight"
-# Stands for a secret whose value is written nowhere: it is taken from the environment where the engine starts.
-MASKED = "****"
 # The GPUs of an engine that was killed stay busy for some seconds; its successor waits for them.
 BUSY_CAUSES, BUSY_PATIENCE_S = ("gpu_busy", "port_taken"), 90.0
 # Between the end of an engine's own grace and the moment Serve kills the replica.
@@ -66,10 +65,10 @@ class Order:
     def spec(self) -> EngineSpec:
         """The EngineSpec, masked secrets filled in from this environment. Raises ConfigError when one is missing."""
         spec = engine_spec(self.engine)
-        missing = [name for name, value in spec.env.items() if value == MASKED and name not in os.environ]
+        missing = [name for name, value in spec.env.items() if value == MASK and name not in os.environ]
         if missing:
             raise ConfigError(f"engine.env.{missing[0]}: its value was not recorded; set {missing[0]} where Ray runs")
-        return replace(spec, env={n: os.environ[n] if v == MASKED else v for n, v in spec.env.items()})
+        return replace(spec, env={n: os.environ[n] if v == MASK else v for n, v in spec.env.items()})
 
 
 def engine_spec(document: Mapping[str, Any]) -> EngineSpec:

@@ -18,13 +18,13 @@ from ray.exceptions import RayActorError, RayError
 from ray.tune.schedulers import FIFOScheduler
 from ray.tune.search import Searcher
 
+from orchestrator import trial
 from orchestrator.campaign import Campaign, Launch
 from orchestrator.config import Placement
-from orchestrator.engines.base import TrialStatus
 from orchestrator.interrupt import Interrupts
+from orchestrator.outcome import TrialStatus
 from orchestrator.remote import Task, trainable, unpack
-from orchestrator.trial import run
-from orchestrator.trial.run import TrialResult
+from orchestrator.trial import TrialResult
 
 # How long the last usable node may be gone before the campaign gives up waiting for one.
 NO_NODE_S = 30.0
@@ -183,7 +183,7 @@ def _result_of(placed: _Placed, result: dict[str, Any] | None, workdir: Path) ->
     """The TrialResult a trial reported; a trial whose process died is infrastructure."""
     if result and "document" in result:
         unpack(result.get("files") or (), workdir)
-        return run.from_json(result["document"])
+        return trial.from_json(result["document"])
     cause, reason = placed.lost
     status = TrialStatus.FAILED if cause == "internal_error" else TrialStatus.INFRASTRUCTURE
     return TrialResult(spec=placed.launch.spec, status=status, cause=cause, reason=reason, workdir=str(workdir))

@@ -15,7 +15,7 @@ from orchestrator.measure.metrics import Quantity
 from orchestrator.measure.run import Stalled, Surroundings, WorkloadRun, measure
 from orchestrator.measure.verdict import Level
 from orchestrator.search.objective import direction, objective_metrics
-from orchestrator.trial.run import TrialResult
+from orchestrator.trial import TrialResult
 
 ATTEMPTS = 3
 # Faults of the measuring side: they can make a good service look slow, never a slow one good.

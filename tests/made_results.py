@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.config import EngineSpec, Experiment, Objective, Placement, Search, TrialSpec, Workload
-from orchestrator.engines.base import Fact, TrialStatus
 from orchestrator.measure.metrics import Measurement, Quantity
 from orchestrator.measure.verdict import Level, Reason, Verdict
-from orchestrator.trial.run import TrialResult
+from orchestrator.outcome import Fact, TrialStatus
+from orchestrator.trial import TrialResult
 
 CODE = "code-review-8k"
 CONFIG = "engine.args.speculative-config"

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from orchestrator import trial
 from orchestrator.config import EngineSpec, Experiment, Objective, Search, Tracking, TrialSpec, Workload
-from orchestrator.engines.base import Fact, TrialStatus
 from orchestrator.measure.metrics import Measurement, Quantity, RequestTrace
 from orchestrator.measure.verdict import Level, Reason, Verdict
-from orchestrator.trial import run
-from orchestrator.trial.run import TrialResult
+from orchestrator.outcome import Fact, TrialStatus
+from orchestrator.trial import TrialResult
 
 WORKLOAD = "code-review-8k"
 K = "engine.args.speculative-config.num_speculative_tokens"
@@ -121,7 +121,7 @@ def write_files(made: TrialResult, workdir: Path) -> None:
     ]
     assert all(RequestTrace(**{key: x for key, x in trace.items() if key != "workload"}) for trace in traces)
     (workdir / "traces.jsonl").write_text("".join(f"{json.dumps(trace)}\n" for trace in traces), encoding="utf-8")
-    (workdir / "result.json").write_text(run.to_json(made), encoding="utf-8")
+    (workdir / "result.json").write_text(trial.to_json(made), encoding="utf-8")
 
 
 def judged(made: TrialResult, level: Level, code: str) -> TrialResult:

@@ -12,11 +12,11 @@ import yaml
 
 from orchestrator import config, search
 from orchestrator.config import Experiment, to_yaml
-from orchestrator.engines.base import TrialStatus
 from orchestrator.measure.metrics import Measurement, Quantity
 from orchestrator.measure.verdict import Level, Verdict
+from orchestrator.outcome import TrialStatus
 from orchestrator.tracking import Tracker
-from orchestrator.trial.run import TrialResult
+from orchestrator.trial import TrialResult
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 FAST = {"tokens_per_s": 400.0, "ttft_s": 0.01, "load_s": 0.2}

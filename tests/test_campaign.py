@@ -18,15 +18,14 @@ import made_results as made
 import pytest
 from mlflow import MlflowClient
 
-from orchestrator import campaign, search
+from orchestrator import campaign, search, trial
 from orchestrator.campaign import Campaign, Event, Launch
 from orchestrator.config import Confirm, EngineSpec, Experiment, Objective, Search, Tracking, Workload
-from orchestrator.engines.base import TrialStatus
 from orchestrator.errors import ConfigError, MachineError
 from orchestrator.measure.verdict import Level, Verdict
+from orchestrator.outcome import TrialStatus
 from orchestrator.sampler import for_experiment
-from orchestrator.trial import run
-from orchestrator.trial.run import TrialResult
+from orchestrator.trial import TrialResult
 
 K = "engine.args.speculative-config.num_speculative_tokens"
 NO_SPEC = {"no-spec": {"engine.args.speculative-config": None}}
@@ -481,5 +480,5 @@ def test_results_on_disk_are_what_search_selects_from(tmp_path: Path) -> None:
     swept = experiment(tmp_path)
     with opened(swept) as running:
         drive(running, by_k)
-        read = [run.from_json((running.workdir(n) / "result.json").read_text()) for n in running.launches]
+        read = [trial.from_json((running.workdir(n) / "result.json").read_text()) for n in running.launches]
     assert search.select(swept, read).best == by_k(running.launches[1])

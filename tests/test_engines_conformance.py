@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 
 from orchestrator.config import EngineSpec
-from orchestrator.engines import ENGINES, Diagnosis, EngineStats, LaunchPlan, TrialStatus
+from orchestrator.engines import ENGINES, EngineStats, LaunchPlan
 from orchestrator.engines.diagnosis.causes import CAUSES
+from orchestrator.outcome import Diagnosis, TrialStatus
 
 ROOT = Path(__file__).parent.parent
 SPECULATION: dict[str, dict[str, Any]] = {

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.engines import ENGINES, Diagnosis, TrialStatus
+from orchestrator.engines import ENGINES
 from orchestrator.engines.diagnosis.causes import CAUSES
 from orchestrator.engines.diagnosis.rules import RULES
+from orchestrator.outcome import Diagnosis, TrialStatus
 
 RECORDED = Path(__file__).parent / "recorded"
 REFUSED, UNFIT, FAILED = TrialStatus.REFUSED, TrialStatus.UNFIT, TrialStatus.FAILED

@@ -7,9 +7,10 @@ import time
 
 import pytest
 
-from orchestrator.engines import ENGINES, TrialStatus
+from orchestrator.engines import ENGINES
 from orchestrator.engines.diagnosis.explain import compile_lines, override_lines
 from orchestrator.engines.diagnosis.logs import HEAD_CHARS, TAIL_CHARS, bounded, read_lines
+from orchestrator.outcome import TrialStatus
 
 PREFIX = "(EngineCore pid=519) ERROR 11-29 14:06:34 [core.py:1510] "
 KV = (

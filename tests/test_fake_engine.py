@@ -24,7 +24,8 @@ from fake.talk import DSPARK_6, ask, chat, counters, ended, events, nearest, sha
 from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrator.config import EngineSpec
-from orchestrator.engines import ENGINES, TrialStatus
+from orchestrator.engines import ENGINES
+from orchestrator.outcome import TrialStatus
 
 RECORDED = Path(__file__).parent / "recorded"
 DIALECTS = ("vllm", "sglang", "llamacpp")

@@ -13,11 +13,11 @@ import pytest
 
 from orchestrator.config import Workload
 from orchestrator.engines import ENGINES
-from orchestrator.engines.base import Diagnosis, TrialStatus
 from orchestrator.errors import ConfigError, EngineFailure
 from orchestrator.measure.client import Target
 from orchestrator.measure.run import Stalled, Surroundings, WorkloadRun, appended, measure
 from orchestrator.measure.verdict import LEVELS, Level
+from orchestrator.outcome import Diagnosis, TrialStatus
 
 DIALECTS = ("vllm", "sglang", "llamacpp")
 DSPARK = ("--speculative-config", json.dumps({"method": "dspark", "num_speculative_tokens": 6}))

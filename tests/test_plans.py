@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 from launches import FAKE_ENGINE, KINDS, marked, program
 
-from orchestrator import campaign, config, plans
+from orchestrator import campaign, config, plans, trial
 from orchestrator.config import Experiment
-from orchestrator.engines.base import TrialStatus
 from orchestrator.errors import ConfigError, MachineError
-from orchestrator.trial import run
-from orchestrator.trial.run import TrialResult
+from orchestrator.outcome import TrialStatus
+from orchestrator.trial import TrialResult
 
 
 def experiment(tmp_path: Path, *overrides: str, kind: str = "vllm") -> Experiment:
@@ -126,7 +125,7 @@ def test_the_estimate_comes_from_trials_that_were_timed_here(tmp_path: Path) -> 
         folder.mkdir(parents=True)
         phases = {"starting": seconds - 10, "measuring": 10.0}
         status = TrialStatus.COMPLETE if seconds > 10 else TrialStatus.REFUSED
-        run.write_result(TrialResult(spec=spec, status=status, phases_s=phases), folder)
+        trial.write_result(TrialResult(spec=spec, status=status, phases_s=phases), folder)
     (folder / "result.json").with_name("torn.json").write_text("{")
     plan = plans.dry_run(sweep)
     # The median of the three that were measured, for two points and twice two confirmations.

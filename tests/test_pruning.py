@@ -13,10 +13,10 @@ from made_results import CODE, CONFIG, K, experiment, measurement, result, spec
 
 from orchestrator import search
 from orchestrator.config import Objective
-from orchestrator.engines.base import TrialStatus
 from orchestrator.measure.metrics import Measurement
 from orchestrator.measure.verdict import Level
-from orchestrator.trial.run import TrialResult
+from orchestrator.outcome import TrialStatus
+from orchestrator.trial import TrialResult
 
 STORY = "story-chat"
 OBJECTIVE = Objective(metric=f"{CODE}/decode_tok_s")

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from orchestrator import report
 from orchestrator.config import Workload
-from orchestrator.engines.base import Fact, TrialStatus
 from orchestrator.measure.metrics import Quantity
 from orchestrator.measure.verdict import Level
+from orchestrator.outcome import Fact, TrialStatus
 from orchestrator.tracking import Recorded
 
 REFERENCES = Path(__file__).parent.parent / "experiments" / "reference"

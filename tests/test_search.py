@@ -10,11 +10,11 @@ from made_results import CODE, CONFIG, K, experiment, measurement, result
 
 from orchestrator import search
 from orchestrator.config import Confirm, Objective, Serving, Verify
-from orchestrator.engines.base import TrialStatus
 from orchestrator.errors import ConfigError
 from orchestrator.measure.metrics import Measurement, Quantity
 from orchestrator.measure.verdict import Level
-from orchestrator.trial.run import TrialResult
+from orchestrator.outcome import TrialStatus
+from orchestrator.trial import TrialResult
 
 STORY, TAIL = "story-chat", "tail-100"
 EXPERIMENT = experiment()

@@ -20,14 +20,13 @@ import pytest
 import recorded_results as made
 from mlflow import MlflowClient
 
-from orchestrator import tracking
+from orchestrator import tracking, trial
 from orchestrator.config import Tracking, to_yaml
-from orchestrator.engines.base import TrialStatus
 from orchestrator.errors import TrackingError
 from orchestrator.measure.metrics import Quantity
 from orchestrator.measure.verdict import Level
+from orchestrator.outcome import TrialStatus
 from orchestrator.tracking import Recorded, Tracker
-from orchestrator.trial import run
 
 
 def client_of(experiment) -> MlflowClient:
@@ -425,7 +424,7 @@ def test_result_json_is_strict_and_keeps_unicode_and_null(experiment, tmp_path):
         raise AssertionError(constant)
 
     assert json.loads(text, parse_constant=refuse)["spec"]["name"] == "k=6 “ü” 猫"
-    assert back.result == result == run.from_json(text)
+    assert back.result == result == trial.from_json(text)
 
 
 def test_reading_makes_no_store(tmp_path):

@@ -11,10 +11,10 @@ import recorded_results as made
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.engines.base import Fact
+from orchestrator import trial
 from orchestrator.measure.metrics import Quantity
+from orchestrator.outcome import Fact
 from orchestrator.tracking import entries
-from orchestrator.trial import run
 
 SAFE = re.compile(r"[A-Za-z0-9_.\-/]{1,250}")
 
@@ -64,7 +64,7 @@ def test_params_leave_out_the_absent_and_mask_secrets(tmp_path):
     )
     short, whole = entries.params(replace(made.spec(experiment, 6), engine=engine))
     assert "s3cret" not in str(short) + str(whole)
-    assert short["engine.env.HF_TOKEN"] == short["engine.args.api-key"] == "***"
+    assert short["engine.env.HF_TOKEN"] == short["engine.args.api-key"] == "****"
     assert short["engine.args.speculative-config.num_speculative_tokens"] == "6"
     assert short["engine.args.tokenizer-mode"] == "auto"
     assert short["engine.env.NCCL_P2P_DISABLE"] == "1"
@@ -113,7 +113,7 @@ def test_numbers_that_are_not_finite_are_left_out_and_named(tmp_path):
     assert entry.tags["nonfinite"] == f"{made.WORKLOAD}/rate, {made.WORKLOAD}/tpot_s"
     assert "Infinity" not in entry.text
     assert "NaN" not in entry.text
-    back = run.from_json(entry.text)
+    back = trial.from_json(entry.text)
     assert back == entries.finite(result)
     assert (list(back.memory), list(back.facts), back.memory_series) == (["model_gib"], [], {"gpu0_gib": [(1.0, 2.0)]})
 

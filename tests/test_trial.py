@@ -17,19 +17,20 @@ import pytest
 from fake_nvml import FakeNvml
 from launches import KINDS, Ready, alive, gone, marked, program, trial_spec
 
+from orchestrator import trial
 from orchestrator.config import TrialSpec, Workload
-from orchestrator.engines.base import Fact, TrialStatus
 from orchestrator.node import server
-from orchestrator.trial import run
-from orchestrator.trial.run import TrialResult
+from orchestrator.outcome import Fact, TrialStatus
+from orchestrator.trial import TrialResult
+from orchestrator.trial.run import run
 
 SHORT = Workload(output_tokens=16, num_prompts=2, repeats=3, stall_s=20.0)
 
 
-def run(spec: TrialSpec, folder: Path, **more: object) -> TrialResult:
+def checked_run(spec: TrialSpec, folder: Path, **more: object) -> TrialResult:
     """The result, after checking what holds for every end: nobody lives on, the file says the same, strictly."""
     threads = set(threading.enumerate())
-    result = run.run(spec, folder / "trial", **more)
+    result = run(spec, folder / "trial", **more)
     assert marked() == []
     assert set(threading.enumerate()) <= threads
     text = (folder / "trial" / "result.json").read_text()
@@ -38,7 +39,7 @@ def run(spec: TrialSpec, folder: Path, **more: object) -> TrialResult:
         pytest.fail(f"{constant} in result.json")
 
     json.loads(text, parse_constant=refuse)
-    assert run.from_json(text) == run.from_json(run.to_json(result))
+    assert trial.from_json(text) == trial.from_json(trial.to_json(result))
     return result
 
 
@@ -46,7 +47,7 @@ def run(spec: TrialSpec, folder: Path, **more: object) -> TrialResult:
 def test_a_trial_from_start_to_end(tmp_path: Path, kind: str) -> None:
     phases = []
     spec = trial_spec(tmp_path, kind, workloads={"a": SHORT, "b": replace(SHORT, num_prompts=1)})
-    result = run(spec, tmp_path, on_progress=lambda phase, done, total: phases.append(phase))
+    result = checked_run(spec, tmp_path, on_progress=lambda phase, done, total: phases.append(phase))
     assert (result.status, result.cause, result.reason) == (TrialStatus.COMPLETE, None, None)
     assert list(dict.fromkeys(phases)) == ["starting", "warming", "measuring", "stopping"]
     assert set(result.phases_s) == {"starting", "warming", "measuring", "stopping"}
@@ -63,12 +64,12 @@ def test_a_trial_from_start_to_end(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_second_attempt_in_the_same_folder_starts_clean(tmp_path: Path) -> None:
-    run(trial_spec(tmp_path), tmp_path)
+    checked_run(trial_spec(tmp_path), tmp_path)
     first = (tmp_path / "trial" / "traces.jsonl").read_text()
-    result = run(trial_spec(tmp_path, fail="vllm_cpu_fail_bad_flag.log", fail_code=2), tmp_path)
+    result = checked_run(trial_spec(tmp_path, fail="vllm_cpu_fail_bad_flag.log", fail_code=2), tmp_path)
     assert result.cause == "unknown_flag"
     assert not (tmp_path / "trial" / "traces.jsonl").exists()
-    again = run(trial_spec(tmp_path), tmp_path)
+    again = checked_run(trial_spec(tmp_path), tmp_path)
     assert again.status is TrialStatus.COMPLETE
     assert len((tmp_path / "trial" / "traces.jsonl").read_text().splitlines()) == len(first.splitlines())
 
@@ -85,7 +86,7 @@ def test_a_second_attempt_in_the_same_folder_starts_clean(tmp_path: Path) -> Non
     ],
 )
 def test_a_start_that_fails_is_a_result(tmp_path: Path, log: str, status: TrialStatus, cause: str) -> None:
-    result = run(trial_spec(tmp_path, fail=log, fail_after_s=0.2), tmp_path)
+    result = checked_run(trial_spec(tmp_path, fail=log, fail_after_s=0.2), tmp_path)
     assert (result.status, result.cause) == (status, cause)
     assert result.reason
     assert result.measurements == {}
@@ -95,7 +96,7 @@ def test_a_start_that_fails_is_a_result(tmp_path: Path, log: str, status: TrialS
 
 def test_a_refused_k_is_no_failure_of_the_machine(tmp_path: Path) -> None:
     args = {"speculative-config": {"method": "dspark", "num_speculative_tokens": 4}}
-    result = run(trial_spec(tmp_path, args=args, refuse_k=[4]), tmp_path)
+    result = checked_run(trial_spec(tmp_path, args=args, refuse_k=[4]), tmp_path)
     assert (result.status, result.cause) == (TrialStatus.REFUSED, "block_size")
     assert result.proposals == 4
 
@@ -103,7 +104,7 @@ def test_a_refused_k_is_no_failure_of_the_machine(tmp_path: Path) -> None:
 def test_what_the_method_should_reach_is_known_to_the_verdict(tmp_path: Path) -> None:
     args = {"speculative-config": {"method": "dspark", "num_speculative_tokens": 6}}
     # No position collapses after the one before it: only the method's own band tells that these are too few.
-    result = run(trial_spec(tmp_path, args=args, acceptance=[0.25, 0.2, 0.15, 0.1, 0.05, 0.02]), tmp_path)
+    result = checked_run(trial_spec(tmp_path, args=args, acceptance=[0.25, 0.2, 0.15, 0.1, 0.05, 0.02]), tmp_path)
     assert result.verdict is not None
     assert "acceptance_collapse" in {reason.code for reason in result.verdict.reasons}
 
@@ -112,7 +113,7 @@ def test_a_drafter_that_learns_is_made_to_forget(tmp_path: Path) -> None:
     args = {"speculative-algorithm": "NGRAM", "speculative-num-draft-tokens": 5}
     workloads = {"chat": replace(SHORT, num_prompts=4, output_tokens=24)}
     slow = {"acceptance": [0.5, 0.3, 0.2, 0.1], "remembers": True}
-    result = run(trial_spec(tmp_path, "sglang", args=args, workloads=workloads, **slow), tmp_path)
+    result = checked_run(trial_spec(tmp_path, "sglang", args=args, workloads=workloads, **slow), tmp_path)
     assert result.verdict is not None
     assert result.verdict.reasons == ()
 
@@ -121,7 +122,7 @@ def test_a_drafter_that_learns_is_made_to_forget(tmp_path: Path) -> None:
 def test_out_of_memory_under_load_keeps_what_was_measured(tmp_path: Path, kind: str) -> None:
     # Readiness 1, warm-up 2, six measured: it dies in the second workload.
     workloads = {"first": SHORT, "second": replace(SHORT, num_prompts=6)}
-    result = run(trial_spec(tmp_path, kind, workloads=workloads, oom_after=14), tmp_path)
+    result = checked_run(trial_spec(tmp_path, kind, workloads=workloads, oom_after=14), tmp_path)
     assert (result.status, result.cause) == (TrialStatus.UNFIT, "out_of_memory_load")
     assert "out of memory" in (result.evidence or "")
     assert list(result.measurements) == ["first"]
@@ -138,7 +139,7 @@ def test_an_engine_that_is_killed_while_measured(
     tmp_path: Path, die_signal: str, status: TrialStatus, cause: str
 ) -> None:
     workloads = {"long": replace(SHORT, num_prompts=40, output_tokens=64)}
-    result = run(trial_spec(tmp_path, workloads=workloads, die_after_s=1.0, die_signal=die_signal), tmp_path)
+    result = checked_run(trial_spec(tmp_path, workloads=workloads, die_after_s=1.0, die_signal=die_signal), tmp_path)
     assert (result.status, result.cause) == (status, cause)
     assert die_signal in (result.reason or "")
 
@@ -147,7 +148,7 @@ def test_a_request_without_a_token_ends_the_trial_and_keeps_the_rest(tmp_path: P
     workloads = {"first": SHORT, "second": replace(SHORT, stall_s=1.0, num_prompts=4), "third": SHORT}
     spec = trial_spec(tmp_path, workloads=workloads, hang={"after": 12, "seconds": 60})
     began = time.monotonic()
-    result = run(spec, tmp_path)
+    result = checked_run(spec, tmp_path)
     assert time.monotonic() - began < 30
     assert (result.status, result.cause) == (TrialStatus.FAILED, "no_token")
     assert "second: request" in (result.reason or "")
@@ -163,7 +164,7 @@ def test_a_request_without_a_token_ends_the_trial_and_keeps_the_rest(tmp_path: P
 def test_a_server_that_refuses_every_request(tmp_path: Path, kind: str) -> None:
     # The first completion is readiness's own; from then on every request is refused.
     spec = trial_spec(tmp_path, kind, faults={"http_400": 1}, faults_after=1)
-    result = run(spec, tmp_path)
+    result = checked_run(spec, tmp_path)
     assert (result.status, result.cause) == (TrialStatus.FAILED, "no_successful_request")
     assert "HTTP 400" in (result.reason or "")
     measured = result.measurements["chat"]
@@ -201,7 +202,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
 
 
 def test_a_front_end_that_outlives_its_engine_is_explained_by_the_log(tmp_path: Path) -> None:
-    result = run(trial_spec(tmp_path, command=program(tmp_path, DEAD_INSIDE)), tmp_path)
+    result = checked_run(trial_spec(tmp_path, command=program(tmp_path, DEAD_INSIDE)), tmp_path)
     assert result.status is TrialStatus.UNFIT
     assert "none of its 6 requests succeeded" in (result.reason or "")
     assert "OutOfMemoryError" in (result.evidence or "")
@@ -209,7 +210,7 @@ def test_a_front_end_that_outlives_its_engine_is_explained_by_the_log(tmp_path: 
 
 def test_draft_weights_that_were_not_loaded_are_told_though_it_ran(tmp_path: Path) -> None:
     args = {"speculative-config": {"method": "dspark", "num_speculative_tokens": 5}}
-    result = run(trial_spec(tmp_path, args=args, draft_warnings=True), tmp_path)
+    result = checked_run(trial_spec(tmp_path, args=args, draft_warnings=True), tmp_path)
     assert (result.status, result.cause) == (TrialStatus.COMPLETE, "draft_weights_missing")
     assert result.facts["draft_weights_lost"].value > 0
     assert result.measurements
@@ -222,7 +223,7 @@ def test_a_trial_that_is_clearly_worse_is_ended_early(tmp_path: Path) -> None:
         asked.append(workload)
         return False
 
-    result = run(trial_spec(tmp_path, workloads={"a": SHORT, "b": SHORT}), tmp_path, on_measurement=go_on)
+    result = checked_run(trial_spec(tmp_path, workloads={"a": SHORT, "b": SHORT}), tmp_path, on_measurement=go_on)
     assert (result.status, result.cause) == (TrialStatus.PRUNED, "clearly_worse")
     assert asked == ["a"]
     assert result.measurements["a"].num_requests == 2
@@ -230,7 +231,7 @@ def test_a_trial_that_is_clearly_worse_is_ended_early(tmp_path: Path) -> None:
 
 def test_no_progress_keeps_the_facts_of_the_log(tmp_path: Path) -> None:
     spec = trial_spec(tmp_path, silent_load_s=60.0, ready=Ready(timeout_s=60.0, stall_s=1.5))
-    result = run(spec, tmp_path)
+    result = checked_run(spec, tmp_path)
     assert (result.status, result.cause) == (TrialStatus.FAILED, "no_progress")
     assert result.evidence
     assert result.launch["argv"]
@@ -244,7 +245,7 @@ def test_no_progress_keeps_the_facts_of_the_log(tmp_path: Path) -> None:
     ],
 )
 def test_what_this_node_cannot_start_is_infrastructure(tmp_path: Path, fields: dict, words: str) -> None:
-    result = run(trial_spec(tmp_path, **fields), tmp_path)
+    result = checked_run(trial_spec(tmp_path, **fields), tmp_path)
     assert (result.status, result.cause) == (TrialStatus.INFRASTRUCTURE, "machine")
     assert words in (result.reason or "")
     assert result.launch == {}
@@ -252,7 +253,7 @@ def test_what_this_node_cannot_start_is_infrastructure(tmp_path: Path, fields: d
 
 def test_prompts_that_are_not_there_are_told(tmp_path: Path) -> None:
     workloads = {"chat": replace(SHORT, prompts=str(tmp_path / "nowhere"))}
-    result = run(trial_spec(tmp_path, workloads=workloads), tmp_path)
+    result = checked_run(trial_spec(tmp_path, workloads=workloads), tmp_path)
     assert result.cause == "configuration"
     assert "nowhere" in (result.reason or "")
 
@@ -270,7 +271,7 @@ def test_memory_of_both_gpus_is_recorded_and_given_back(node: FakeNvml, tmp_path
     record = tmp_path / "record"
     node.gpu("GPU-aaaa").gpu("GPU-bbbb").peers(0, 1, 5).holder(0, record, 40_000).holder(1, record, 41_000)
     spec = trial_spec(tmp_path, gpus=2, args={"tensor-parallel-size": 2}, record=str(record))
-    result = run(spec, tmp_path, gpu_ids=("0", "1"))
+    result = checked_run(spec, tmp_path, gpu_ids=("0", "1"))
     assert result.status is TrialStatus.COMPLETE
     assert result.memory["gpu0_peak_gib"].value == pytest.approx(40_500 / 1024, abs=0.001)
     assert result.memory["gpu1_peak_gib"].value == pytest.approx(41_500 / 1024, abs=0.001)
@@ -286,7 +287,7 @@ def test_a_neighbour_on_the_gpu_makes_the_numbers_invalid(node: FakeNvml, tmp_pa
     try:
         spec = trial_spec(tmp_path, gpus=1)
         came = lambda phase, *_: node.pid(0, neighbour.pid, 100) if phase == "warming" else None  # noqa: E731
-        result = run(spec, tmp_path, gpu_ids=("0",), on_progress=came)
+        result = checked_run(spec, tmp_path, gpu_ids=("0",), on_progress=came)
     finally:
         neighbour.kill()
         neighbour.wait(10)
@@ -303,22 +304,22 @@ def test_a_gpu_that_does_not_come_back_is_named_and_not_used_again(node: FakeNvm
     spec = trial_spec(tmp_path, gpus=1, record=str(record))
     try:
         came = lambda phase, *_: later.write_text(str(holder.pid)) if phase == "stopping" else None  # noqa: E731
-        result = run(spec, tmp_path, gpu_ids=("0",), on_progress=came)
+        result = checked_run(spec, tmp_path, gpu_ids=("0",), on_progress=came)
         assert (result.status, result.cause) == (TrialStatus.INFRASTRUCTURE, "not_released")
         assert f"GPU 0 still holds 29.8 GiB, 0.5 GiB before the trial; held by pid {holder.pid} (sleep)" in (
             result.reason or ""
         )
         # The measurement itself was sound and is kept.
         assert result.measurements["chat"].num_failed == 0
-        assert run(spec, tmp_path, gpu_ids=("1",)).status is TrialStatus.COMPLETE
-        refused = run(spec, tmp_path, gpu_ids=("0",))
+        assert checked_run(spec, tmp_path, gpu_ids=("1",)).status is TrialStatus.COMPLETE
+        refused = checked_run(spec, tmp_path, gpu_ids=("0",))
         assert (refused.status, refused.cause) == (TrialStatus.INFRASTRUCTURE, "gpu_busy")
         assert "in quarantine: GPU 0 still holds" in (refused.reason or "")
         assert len(record.read_text().splitlines()) == 2
     finally:
         holder.kill()
         holder.wait(10)
-    assert run(spec, tmp_path, gpu_ids=("0",)).status is TrialStatus.COMPLETE
+    assert checked_run(spec, tmp_path, gpu_ids=("0",)).status is TrialStatus.COMPLETE
 
 
 def test_a_process_that_is_killed_in_mid_measurement_leaves_no_engine(tmp_path: Path) -> None:
@@ -326,7 +327,7 @@ def test_a_process_that_is_killed_in_mid_measurement_leaves_no_engine(tmp_path: 
     code = f"""
 import sys
 from pathlib import Path
-sys.path[:0] = {[str(here), str(here.parent)]!r}
+from orchestrator.trial.run import run
 from launches import trial_spec
 from orchestrator import trial
 from orchestrator.config import Workload
@@ -334,7 +335,7 @@ root = Path({str(tmp_path)!r})
 work = Workload(output_tokens=400, num_prompts=100, repeats=1)
 def tell(phase, done, total):
     (root / "phase").write_text(phase)
-run.run(trial_spec(root, workloads={{"long": work}}, children=str(root / "children"), record=str(root / "record")),
+run(trial_spec(root, workloads={{"long": work}}, children=str(root / "children"), record=str(root / "record")),
           root / "trial", on_progress=tell)
 """
     owner = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
@@ -359,26 +360,26 @@ def test_secrets_are_in_nothing_that_is_written(tmp_path: Path) -> None:
     record = tmp_path / "record"
     wishes = {"record": str(record), "record_env": ["HF_TOKEN"]}
     spec = trial_spec(tmp_path, env={"HF_TOKEN": "hf-5ecret", "NCCL_DEBUG": "INFO"}, **wishes)
-    result = run(spec, tmp_path)
+    result = checked_run(spec, tmp_path)
     assert json.loads(record.read_text())["env"]["HF_TOKEN"] == "hf-5ecret"
     record.unlink()
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or "hf-5ecret" not in path.read_text(errors="replace"), path
     # The caller keeps what it needs to start the point once more.
     assert result.spec == spec
-    written = run.from_json((tmp_path / "trial" / "result.json").read_text()).spec.engine.env
+    written = trial.from_json((tmp_path / "trial" / "result.json").read_text()).spec.engine.env
     assert (written["HF_TOKEN"], written["NCCL_DEBUG"]) == ("****", "INFO")
 
 
 def test_results_survive_the_way_to_disk_and_back(tmp_path: Path) -> None:
-    result = run(trial_spec(tmp_path), tmp_path)
+    result = checked_run(trial_spec(tmp_path), tmp_path)
     odd = replace(result, reason="ünïcode \x00 \u2028 '\"", facts={"k_gib": Fact(value=1e300, source="größe")})
-    assert run.from_json(run.to_json(odd)) == run.from_json(run.to_json(odd))
-    assert run.from_json(run.to_json(odd)).facts["k_gib"].value == 1e300
+    assert trial.from_json(trial.to_json(odd)) == trial.from_json(trial.to_json(odd))
+    assert trial.from_json(trial.to_json(odd)).facts["k_gib"].value == 1e300
     broken = replace(result, facts={"k_gib": Fact(value=math.nan, source="")})
     with pytest.raises(ValueError, match="JSON"):
-        run.to_json(broken)
+        trial.to_json(broken)
     with pytest.raises(ValueError, match="schema_version 2"):
-        run.from_json(run.to_json(result).replace('"schema_version": 1', '"schema_version": 2', 1))
+        trial.from_json(trial.to_json(result).replace('"schema_version": 1', '"schema_version": 2', 1))
     with pytest.raises(ValueError, match=r"delimiter|value|Unterminated"):
-        run.from_json(run.to_json(result)[:-20])
+        trial.from_json(trial.to_json(result)[:-20])

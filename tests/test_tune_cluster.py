@@ -20,9 +20,9 @@ from ray.cluster_utils import Cluster
 from orchestrator import campaign, nodes, tune
 from orchestrator.campaign import Campaign, Event
 from orchestrator.config import EngineSpec, Experiment, Objective, Placement, Search, Stop, Tracking, Workload
-from orchestrator.engines.base import TrialStatus
 from orchestrator.errors import MachineError
 from orchestrator.ledger import TOKEN_FILE
+from orchestrator.outcome import TrialStatus
 
 pytestmark = pytest.mark.ray
 SEQS = "engine.args.max-num-seqs"

@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from orchestrator.config import EngineSpec, Placement, Stop, TrialSpec, Workload  # noqa: E402
 from orchestrator.node.leftovers import MARKER  # noqa: E402
-from orchestrator.trial import run  # noqa: E402
+from orchestrator.trial.run import run  # noqa: E402
 
 KINDS = ("vllm", "sglang", "llamacpp")
 NAMED = {"vllm": ["org/model"], "sglang": ["--model-path", "org/model"], "llamacpp": ["-m", "org/model"]}
@@ -86,7 +86,7 @@ def trial_cycle(kind: str, root: Path, stubborn: bool) -> tuple[float, float]:
         workloads={"chat": WORKLOAD},
     )
     began = time.monotonic()
-    result = run.run(spec, root / "trial")
+    result = run(spec, root / "trial")
     wall_s = time.monotonic() - began
     if result.status is not run.TrialStatus.COMPLETE:
         log = (root / "trial" / "engine.log").read_text(errors="replace")

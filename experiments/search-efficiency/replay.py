@@ -27,10 +27,10 @@ import numpy as np
 
 from orchestrator import search
 from orchestrator.config import EngineSpec, Experiment, Objective, Search, TrialSpec, Workload
-from orchestrator.engines.base import TrialStatus
 from orchestrator.measure.metrics import Measurement, Quantity
 from orchestrator.measure.verdict import Level, Verdict
-from orchestrator.trial.run import TrialResult
+from orchestrator.outcome import TrialStatus
+from orchestrator.trial import TrialResult
 
 HERE = Path(__file__).resolve().parent
 REFERENCE = HERE.parent / "reference"

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config import EngineSpec
-from orchestrator.engines.base import Diagnosis, EngineStats, Fact, LaunchPlan, resolve_command, resolve_model
+from orchestrator.engines.base import EngineStats, LaunchPlan, resolve_command, resolve_model
 from orchestrator.engines.diagnosis.explain import explain
 from orchestrator.engines.diagnosis.facts import fact_pattern
 from orchestrator.engines.exposition import read_page
 from orchestrator.engines.flags import argument, refuse_owned, render_args, scalar, whole_number
+from orchestrator.outcome import Diagnosis, Fact
 
 _OWNED = {
     "--host": "an engine listens on 127.0.0.1 only",

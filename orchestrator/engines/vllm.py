@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config import EngineSpec
-from orchestrator.engines.base import Diagnosis, EngineStats, LaunchPlan, resolve_command, resolve_model
+from orchestrator.engines.base import EngineStats, LaunchPlan, resolve_command, resolve_model
 from orchestrator.engines.diagnosis.explain import explain
 from orchestrator.engines.diagnosis.facts import fact_pattern
 from orchestrator.engines.exposition import Page, read_page
 from orchestrator.engines.flags import argument, compact_json, refuse_owned, render_args, scalar, whole_number
 from orchestrator.errors import ConfigError
+from orchestrator.outcome import Diagnosis
 
 _OWNED = {
     "--host": "an engine listens on 127.0.0.1 only",

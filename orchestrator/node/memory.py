@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from orchestrator.engines.base import Fact
 from orchestrator.node import gpus
+from orchestrator.outcome import Fact
 
 # Finding the descendants reads the whole process table: too much to do beside a measurement at every sample. While an
 # engine starts its processes, nothing is measured.

@@ -19,9 +19,9 @@ import aiohttp
 import psutil
 
 from orchestrator.config import EngineSpec
-from orchestrator.engines.base import Diagnosis, TrialStatus
 from orchestrator.errors import EngineFailure
 from orchestrator.measure import client
+from orchestrator.outcome import Diagnosis, TrialStatus
 
 if TYPE_CHECKING:
     from orchestrator.node.server import Server

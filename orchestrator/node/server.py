@@ -22,13 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config import EngineSpec
-from orchestrator.engines.base import Diagnosis, Engine, LaunchPlan, TrialStatus
+from orchestrator.engines.base import Engine, LaunchPlan
 from orchestrator.errors import EngineFailure, MachineError
+from orchestrator.masking import mask_env
 from orchestrator.measure.client import Target
 from orchestrator.node import claims, gpus, leftovers
 from orchestrator.node.keeper import shared_memory
 from orchestrator.node.memory import tree_pids
 from orchestrator.node.readiness import wait_ready
+from orchestrator.outcome import Diagnosis, TrialStatus
 
 KEEPER = Path(__file__).with_name("keeper.py")
 LISTEN_S = 0.025
@@ -47,7 +49,6 @@ NOT_INHERITED = re.compile(
 )
 # What a person has set for engines in the shell reaches them, and is written down with the result.
 ENGINE_SETTING = re.compile(r"^(VLLM|SGLANG|LLAMA|GGML|NCCL|TORCH|PYTORCH|CUDA|TRITON|FLASHINFER|HF|OMP|MKL|KMP)_")
-SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,7 +125,7 @@ class Server:
         """What is written down of this start: argv, environment (secrets masked), where it ran."""
         return {
             "argv": list(self.plan.argv),
-            "env": masked(self.plan.env),
+            "env": mask_env(self.plan.env),
             "given_env": dict(self.given_env),
             "gpu_ids": list(self.gpu_ids),
             "base_url": self.plan.base_url,
@@ -218,14 +219,9 @@ def running(
                     server.held = gpus.wait_until_free(gpu_ids, baseline, GPU_RELEASE_TIMEOUT_S)
 
 
-def masked(env: Mapping[str, str]) -> dict[str, str]:
-    """An environment that may be written down: values of *TOKEN*, *KEY*, *SECRET*, *PASSWORD* hidden."""
-    return {name: "****" if SECRET.search(name) else value for name, value in env.items()}
-
-
 def shell_line(plan: LaunchPlan) -> str:
     """The plan as one line for a shell, secrets masked."""
-    variables = [f"{name}={shlex.quote(value)}" for name, value in masked(plan.env).items()]
+    variables = [f"{name}={shlex.quote(value)}" for name, value in mask_env(plan.env).items()]
     return " ".join([*variables, shlex.join(plan.argv)])
 
 
@@ -292,7 +288,7 @@ def _environment(
     env |= {**told, **plan.env}
     if plan.path_prefix:
         env["PATH"] = os.pathsep.join([plan.path_prefix, env.get("PATH", os.defpath)])
-    return env, {name: value for name, value in masked(told).items() if name not in plan.env}
+    return env, {name: value for name, value in mask_env(told).items() if name not in plan.env}
 
 
 def new_key() -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from orchestrator.measure.metrics import Quantity
-from orchestrator.trial.run import TrialResult
+from orchestrator.trial import TrialResult
 
 
 def number(quantity: Quantity | None, form: str, unit: str = "") -> str:

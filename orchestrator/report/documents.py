@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Any
 from orchestrator.config import Experiment
 from orchestrator.measure.metrics import Measurement, Quantity
 from orchestrator.measure.verdict import Verdict
-from orchestrator.trial.run import TrialResult
+from orchestrator.trial import TrialResult
 
 if TYPE_CHECKING:
     from orchestrator.tracking import Recorded

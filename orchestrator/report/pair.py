@@ -18,7 +18,7 @@ from orchestrator.report.cells import interval
 from orchestrator.report.documents import quantity_document, verdict_document
 from orchestrator.report.tables import plain_table
 from orchestrator.tracking.entries import params
-from orchestrator.trial.run import TrialResult
+from orchestrator.trial import TrialResult
 
 if TYPE_CHECKING:
     from orchestrator.tracking import Recorded

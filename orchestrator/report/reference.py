@@ -21,7 +21,7 @@ from orchestrator.report.cells import brief, interval
 from orchestrator.report.documents import quantity_document
 from orchestrator.report.tables import plain_table
 from orchestrator.search.objective import METRICS, objective_metrics, value
-from orchestrator.trial.run import TrialResult
+from orchestrator.trial import TrialResult
 
 if TYPE_CHECKING:
     from orchestrator.tracking import Recorded

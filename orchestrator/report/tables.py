@@ -11,13 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.config import Experiment
-from orchestrator.engines.base import TrialStatus
 from orchestrator.measure.metrics import Measurement
 from orchestrator.measure.verdict import LEVELS, Level
+from orchestrator.outcome import TrialStatus
 from orchestrator.report.cells import brief, interval, number, short, varying_params
 from orchestrator.report.documents import same_trial
 from orchestrator.search.comparison import pareto
-from orchestrator.trial.run import TrialResult
+from orchestrator.trial import TrialResult
 
 if TYPE_CHECKING:
     from orchestrator.tracking import Recorded

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from orchestrator.config import Experiment
-from orchestrator.engines.base import TrialStatus
 from orchestrator.measure import metrics
 from orchestrator.measure.metrics import Measurement, Quantity
 from orchestrator.measure.verdict import Level, Reason, Verdict, worst
+from orchestrator.outcome import TrialStatus
 from orchestrator.search.objective import direction, value
-from orchestrator.trial.run import TrialResult
+from orchestrator.trial import TrialResult
 
 LENGTH_TOLERANCE = 0.05
 

@@ -15,7 +15,7 @@ from typing import Any
 from orchestrator.config import Experiment, Mode, Objective, TrialSpec, Workload, flatten
 from orchestrator.errors import ConfigError
 from orchestrator.measure.metrics import Quantity, harmonic_mix, measure_windows
-from orchestrator.trial.run import MEMORY_FACTS, TrialResult
+from orchestrator.trial import MEMORY_FACTS, TrialResult
 
 MEMORY = "memory"
 # What a workload is measured by: every name a Measurement has, and what with_campaign_metrics adds to it.

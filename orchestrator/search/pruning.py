@@ -12,11 +12,11 @@ from dataclasses import asdict
 from typing import Any
 
 from orchestrator.config import Experiment, Objective, TrialSpec, flatten
-from orchestrator.engines.base import TrialStatus
 from orchestrator.measure.metrics import Measurement
 from orchestrator.measure.verdict import Level
+from orchestrator.outcome import TrialStatus
 from orchestrator.search.objective import objective_metrics, prefers, weighted_mean
-from orchestrator.trial.run import TrialResult
+from orchestrator.trial import TrialResult
 
 # More of these needs more memory, whatever the engine; keys as the engines spell them, dashes for underscores.
 NEEDS_MEMORY = frozenset(

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from orchestrator.config import Experiment, TrialSpec
-from orchestrator.engines.base import TrialStatus
 from orchestrator.errors import ConfigError
 from orchestrator.measure import metrics
 from orchestrator.measure.verdict import Level
+from orchestrator.outcome import TrialStatus
 from orchestrator.search.objective import (
     check_metric,
     direction,
@@ -29,7 +29,7 @@ from orchestrator.search.space import (
     same_configuration,
     swept_keys,
 )
-from orchestrator.trial.run import TrialResult
+from orchestrator.trial import TrialResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,9 @@ from datetime import datetime
 from typing import Any
 
 from orchestrator.config import TrialSpec, flatten
+from orchestrator.masking import MASK, is_secret_argument, is_secret_variable
 from orchestrator.measure.metrics import Measurement, Quantity
-from orchestrator.trial.run import TrialResult, to_json
+from orchestrator.trial import TrialResult, to_json
 
 # A param longer than this is unreadable in a table; the whole value is kept as an artifact.
 MAX_PARAM_CHARS = 500
@@ -24,9 +25,6 @@ MAX_TAG_CHARS = 1000
 MAX_NAME_CHARS = 200
 # A chart needs no more; the full series is in result.json.
 MAX_SAMPLES = 200
-
-_SECRET_ENV = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
-_SECRET_ARG = re.compile(r"api[-_]?key|(hf|auth|access)[-_]token|secret|password", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +111,7 @@ def params(spec: TrialSpec) -> tuple[dict[str, str], dict[str, str]]:
     for key, value in flat.items():
         text = value if isinstance(value, str) else json.dumps(value, default=str)
         if _is_secret(key):
-            text = "***"
+            text = MASK
         if len(text) > MAX_PARAM_CHARS:
             whole[names[key]] = text
             text = f"{text[:80]}... ({len(text)} characters, sha256 {_digest(text)}, see params/{names[key]}.txt)"
@@ -123,8 +121,8 @@ def params(spec: TrialSpec) -> tuple[dict[str, str], dict[str, str]]:
 
 def _is_secret(key: str) -> bool:
     if key.startswith("engine.env."):
-        return bool(_SECRET_ENV.search(key.removeprefix("engine.env.")))
-    return key.startswith("engine.args.") and bool(_SECRET_ARG.search(key))
+        return is_secret_variable(key.removeprefix("engine.env."))
+    return key.startswith("engine.args.") and is_secret_argument(key.removeprefix("engine.args."))
 
 
 def metrics(result: TrialResult) -> dict[str, float]:

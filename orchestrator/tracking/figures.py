@@ -13,7 +13,7 @@ from orchestrator.measure import metrics
 from orchestrator.measure.metrics import Quantity, RequestTrace
 from orchestrator.search import comparison
 from orchestrator.search.objective import value
-from orchestrator.trial.run import TrialResult
+from orchestrator.trial import TrialResult
 
 
 def trial(result: TrialResult) -> dict[str, Figure]:

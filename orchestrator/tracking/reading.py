@@ -11,11 +11,12 @@ from pathlib import Path
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
+from orchestrator import trial
 from orchestrator.config import Experiment
-from orchestrator.engines.base import TrialStatus
 from orchestrator.errors import TrackingError
+from orchestrator.outcome import TrialStatus
 from orchestrator.tracking.store import PARENT, border, campaigns, connect, is_missing, search, store_uri
-from orchestrator.trial.run import TrialResult
+from orchestrator.trial import TrialResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,6 @@ def recorded(client: MlflowClient, uri: str, run: Run) -> Recorded:
     run_id = str(run.info.run_id)
     with border(uri, f"result.json of run {run_id!r} cannot be read"), tempfile.TemporaryDirectory() as folder:
         text = Path(client.download_artifacts(run_id, "result.json", folder)).read_text(encoding="utf-8")
-        result = run.from_json(text)
+        result = trial.from_json(text)
     tags = dict(run.data.tags)
     return Recorded(run_id=run_id, result=result, campaign_id=tags.get(PARENT), tags=tags)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from mlflow.entities import Run
 
 from orchestrator.config import Experiment
 from orchestrator.errors import TrackingError
+from orchestrator.masking import mask_urls
 
 # Schema migrations and retries are told line by line otherwise; what matters of them arrives as a TrackingError.
 for _name in ("mlflow", "alembic", "urllib3.connectionpool"):
@@ -110,7 +110,7 @@ def border(uri: str, what: str) -> Iterator[None]:
         # Broad, because MLflow lets the errors of its databases, drivers and networks through as they are.
         first = (str(error).splitlines() or [type(error).__name__])[0]
         told = f"tracking: {uri}: {what}: {first[:300]}"
-        raise TrackingError(re.sub(r"//[^/@\s]*@", "//***@", told)) from error
+        raise TrackingError(mask_urls(told)) from error
 
 
 def search(client: MlflowClient, experiment_id: str, query: str) -> list[Run]:

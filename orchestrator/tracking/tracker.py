@@ -16,9 +16,10 @@ from matplotlib.figure import Figure
 from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 
+from orchestrator import trial
 from orchestrator.config import Experiment, TrialSpec
-from orchestrator.engines.base import TrialStatus
 from orchestrator.errors import TrackingError
+from orchestrator.outcome import TrialStatus
 from orchestrator.tracking import driver, entries, figures
 from orchestrator.tracking.store import (
     PAGE,
@@ -30,8 +31,7 @@ from orchestrator.tracking.store import (
     search,
     store_uri,
 )
-from orchestrator.trial import run
-from orchestrator.trial.run import TrialResult
+from orchestrator.trial import TrialResult
 
 # MLflow takes at most 100 params in one call.
 _CHUNK = 90
@@ -288,7 +288,7 @@ def replay(experiment: Experiment, workdirs: Sequence[Path]) -> list[str]:
 def _read_result(path: Path) -> TrialResult | None:
     """The result in a trial's folder; None when the trial never finished one."""
     try:
-        return run.from_json(path.read_bytes())
+        return trial.from_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

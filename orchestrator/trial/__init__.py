@@ -1,1 +1,21 @@
-"""TrialSpec -> TrialResult. Importing this package gives the data; the experiment itself is in run."""
+"""TrialSpec -> TrialResult. This package gives the data (result.py); the experiment itself is in run.py."""
+
+from orchestrator.trial.result import (
+    MEMORY_FACTS,
+    SCHEMA_VERSION,
+    TrialResult,
+    from_json,
+    to_json,
+    write_result,
+    write_text,
+)
+
+__all__ = [
+    "MEMORY_FACTS",
+    "SCHEMA_VERSION",
+    "TrialResult",
+    "from_json",
+    "to_json",
+    "write_result",
+    "write_text",
+]

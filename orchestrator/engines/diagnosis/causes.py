@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.engines.base import TrialStatus
+from orchestrator.outcome import TrialStatus
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ import re
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 
-from orchestrator.engines.base import Diagnosis, Fact, TrialStatus
 from orchestrator.engines.diagnosis.causes import CAUSES
 from orchestrator.engines.diagnosis.facts import FactPattern, number, read_facts
 from orchestrator.engines.diagnosis.levers import computed_lever, shortfall, with_numbers
@@ -25,6 +24,7 @@ from orchestrator.engines.diagnosis.logs import (
     streams,
 )
 from orchestrator.engines.diagnosis.rules import DRAFT_WEIGHTS, PACKAGES, RULES, Rule
+from orchestrator.outcome import Diagnosis, Fact, TrialStatus
 
 _EVIDENCE_CHARS = 4000
 _WORD_CHARS = 160

@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from orchestrator.engines.base import Fact
 from orchestrator.engines.diagnosis.logs import Block, flexible, sentence_around
+from orchestrator.outcome import Fact
 
 NUMBER = r"-?\d[\d,]*\.?\d*"
 

@@ -6,10 +6,10 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from orchestrator.engines.base import Fact
 from orchestrator.engines.diagnosis.facts import NUMBER, number
 from orchestrator.engines.diagnosis.logs import Line
 from orchestrator.engines.flags import known_flags, nearest_flag
+from orchestrator.outcome import Fact
 
 
 def shortfall(told: Mapping[str, Fact]) -> dict[str, Fact]:
