@@ -20,7 +20,7 @@ from orchestrator.errors import ConfigError, MachineError, OrchestratorError
 from orchestrator.measure.verdict import LEVELS
 
 if TYPE_CHECKING:
-    from orchestrator.campaign import Campaign
+    from orchestrator.campaign.campaign import Campaign
 
 app = typer.Typer(
     add_completion=False,
@@ -92,8 +92,9 @@ def _run_campaign(
         # Read when Ray is imported: every socket of an embedded Ray then listens on loopback only.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     # Ray takes seconds to import; a dry run and a wrong key are answered without it.
-    from orchestrator import campaign, nodes, progress, sampler
+    from orchestrator import nodes, progress, sampler
     from orchestrator import tune as ray_tune
+    from orchestrator.campaign import campaign
 
     if address is None:
         nodes.check_local_placement(experiment.placement)

@@ -12,7 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from orchestrator import campaign, plans, search
+from orchestrator import plans, search
+from orchestrator.campaign import campaign
 from orchestrator.config import Experiment, TrialSpec
 from orchestrator.engines import ENGINES
 from orchestrator.engines.flags import check_flags

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator import campaign, trial
+from orchestrator import trial
+from orchestrator.campaign import campaign
 from orchestrator.config import EngineSpec, Experiment, TrialSpec, trial_spec
 from orchestrator.engines import ENGINES, LaunchPlan
 from orchestrator.engines.flags import check_flags

@@ -19,9 +19,9 @@ import ray
 from ray import tune
 
 from orchestrator import trial
+from orchestrator.campaign.ledger import TOKEN_FILE
 from orchestrator.config import Objective, TrialSpec
 from orchestrator.environments import install
-from orchestrator.ledger import TOKEN_FILE
 from orchestrator.measure.metrics import Measurement
 from orchestrator.search.pruning import clearly_worse
 from orchestrator.trial import TrialResult

@@ -12,8 +12,8 @@ from typing import Any
 import optuna
 from ray.tune.search.optuna import OptunaSearch
 
+from orchestrator.campaign.ledger import Ledger
 from orchestrator.config import Experiment
-from orchestrator.ledger import Ledger
 from orchestrator.search.space import Dimension, dimensions, draw
 
 METRIC = "objective"

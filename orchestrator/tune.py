@@ -19,7 +19,7 @@ from ray.tune.schedulers import FIFOScheduler
 from ray.tune.search import Searcher
 
 from orchestrator import trial
-from orchestrator.campaign import Campaign, Launch
+from orchestrator.campaign.campaign import Campaign, Launch
 from orchestrator.config import Placement
 from orchestrator.interrupt import Interrupts
 from orchestrator.outcome import TrialStatus

@@ -18,8 +18,9 @@ import made_results as made
 import pytest
 from mlflow import MlflowClient
 
-from orchestrator import campaign, search, trial
-from orchestrator.campaign import Campaign, Event, Launch
+from orchestrator import search, trial
+from orchestrator.campaign import campaign
+from orchestrator.campaign.campaign import Campaign, Event, Launch
 from orchestrator.config import Confirm, EngineSpec, Experiment, Objective, Search, Tracking, Workload
 from orchestrator.errors import ConfigError, MachineError
 from orchestrator.measure.verdict import Level, Verdict

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from launches import FAKE_ENGINE, KINDS, marked, program
 
-from orchestrator import campaign, config, plans, trial
+from orchestrator import config, plans, trial
+from orchestrator.campaign import campaign
 from orchestrator.config import Experiment
 from orchestrator.errors import ConfigError, MachineError
 from orchestrator.outcome import TrialStatus

@@ -17,11 +17,12 @@ import ray
 from drivers import FAKE_ENGINE, wait_until
 from ray.cluster_utils import Cluster
 
-from orchestrator import campaign, nodes, tune
-from orchestrator.campaign import Campaign, Event
+from orchestrator import nodes, tune
+from orchestrator.campaign import campaign
+from orchestrator.campaign.campaign import Campaign, Event
+from orchestrator.campaign.ledger import TOKEN_FILE
 from orchestrator.config import EngineSpec, Experiment, Objective, Placement, Search, Stop, Tracking, Workload
 from orchestrator.errors import MachineError
-from orchestrator.ledger import TOKEN_FILE
 from orchestrator.outcome import TrialStatus
 
 pytestmark = pytest.mark.ray

@@ -19,11 +19,11 @@ from typing import Any
 import psutil
 
 from orchestrator import search
+from orchestrator.campaign.launches import Account, Event, Launch, Sampler
+from orchestrator.campaign.ledger import Ledger, home_of, model_fingerprint, owned
 from orchestrator.config import Experiment, TrialSpec, to_yaml, trial_spec
 from orchestrator.environments import install
 from orchestrator.errors import TrackingError
-from orchestrator.launches import Account, Event, Launch, Sampler
-from orchestrator.ledger import Ledger, home_of, model_fingerprint, owned
 from orchestrator.measure.verdict import Level
 from orchestrator.outcome import TrialStatus
 from orchestrator.search.objective import misses
