@@ -340,29 +340,29 @@ def promote(
     as_json: Json = False,
 ) -> None:
     """Serve the best configuration: gate, deploy, verify, keep or roll back."""
-    from orchestrator import serving
+    from orchestrator.serving import service
 
     if sum((status, rollback, stop, export is not None)) > 1:
         raise ConfigError("promote: --status, --rollback, --stop and --export exclude each other")
     experiment = config.load(conf, overrides)
     search.check(experiment)
     if status:
-        told = serving.status(experiment, address=address).document()
+        told = service.status(experiment, address=address).document()
         _emit(told) if as_json else _pairs(told)
     elif stop:
-        ran = serving.stop(experiment, address=address, say=_say)
+        ran = service.stop(experiment, address=address, say=_say)
         _emit({"stopped": ran}) if as_json else _say("stopped" if ran else "nothing was served")
     elif export is not None:
-        from orchestrator import export as exporting
-        from orchestrator import gate
+        from orchestrator.serving import export as exporting
+        from orchestrator.serving import gate
 
         files = [str(path) for path in exporting.export(experiment, gate.candidate(experiment, run), export)]
         _emit({"files": files}) if as_json else print("\n".join(files))
     else:
         done = (
-            serving.rollback(experiment, address=address, say=_say)
+            service.rollback(experiment, address=address, say=_say)
             if rollback
-            else serving.promote(experiment, run_id=run, address=address, force=force, say=_say)
+            else service.promote(experiment, run_id=run, address=address, force=force, say=_say)
         )
         _emit(done.document()) if as_json else print(f"{done.decision}: {done.reason}\n{done.url}")
         raise typer.Exit(done.exit_code)

@@ -19,9 +19,9 @@ import pytest
 import serving_bench as bench
 from ray.serve.schema import ServeDeploySchema
 
-from orchestrator import cluster
 from orchestrator.config import Experiment
-from orchestrator.export import export
+from orchestrator.serving import head
+from orchestrator.serving.export import export
 from orchestrator.tracking import Recorded
 
 
@@ -88,7 +88,7 @@ def test_serve_deploy_takes_the_config(tmp_path: Path, free_port: Callable[[], i
     assert document["applications"][0]["deployments"][0]["placement_group_strategy"] == "STRICT_PACK"
     os.environ["DEPLOYED_KEY"] = "sesame"
     try:
-        cluster.start_head(tmp_path / "head", num_gpus=2, dashboard_port=api)
+        head.start_head(tmp_path / "head", num_gpus=2, dashboard_port=api)
     finally:
         del os.environ["DEPLOYED_KEY"]
     try:
@@ -109,7 +109,7 @@ def test_serve_deploy_takes_the_config(tmp_path: Path, free_port: Callable[[], i
         assert done.returncode == 0, done.stderr
         assert models(f"http://127.0.0.1:{port}", "sesame", 120) == ["served"]
     finally:
-        cluster.stop_head(tmp_path / "head")
+        head.stop_head(tmp_path / "head")
 
 
 def test_the_llm_config_is_one_that_ray_reads(tmp_path: Path) -> None:

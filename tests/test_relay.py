@@ -17,9 +17,9 @@ import pytest
 from yarl import URL
 
 from orchestrator.engines.exposition import read_page
-from orchestrator.metrics_page import merged
-from orchestrator.passing import Backend, Limits
-from orchestrator.relay import Closed, Relay, digest
+from orchestrator.serving.forward import Backend, Limits
+from orchestrator.serving.metrics_page import merged
+from orchestrator.serving.relay import Closed, Relay, digest
 
 Script = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"

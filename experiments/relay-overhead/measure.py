@@ -101,14 +101,14 @@ def host(engine_url: str, ports: dict[str, int]) -> None:
     """A subprocess: one Ray head with our gateway and Serve's proxy, until stdin ends."""
     from ray import serve
 
-    from orchestrator import cluster
-    from orchestrator.gateway import Door, gateway
+    from orchestrator.serving import head
+    from orchestrator.serving.gateway import Door, gateway
 
     folder = Path(tempfile.mkdtemp(prefix="relay-overhead-"))
-    head = cluster.start_head(folder)
+    head = head.start_head(folder)
     done = threading.Event()
     try:
-        with cluster.connected(head.address, ours=True):
+        with head.connected(head.address, ours=True):
             serve.start(http_options={"host": "127.0.0.1", "port": ports["proxy"]})
             serve.run(serve_ingress(engine_url), name="ingress", route_prefix="/")
             if "gateway" in ports:
@@ -125,7 +125,7 @@ def host(engine_url: str, ports: dict[str, int]) -> None:
             sys.stdin.read()
             done.set()
     finally:
-        cluster.stop_head(folder)
+        head.stop_head(folder)
 
 
 @contextlib.contextmanager

@@ -19,8 +19,8 @@ from urllib.parse import unquote
 
 from aiohttp import web
 
-from orchestrator.metrics_page import labelled, merged
-from orchestrator.passing import Backend, Counts, EngineLost, Limits, Passage, refusal
+from orchestrator.serving.forward import Backend, Counts, EngineLost, Limits, Passage, refusal
+from orchestrator.serving.metrics_page import labelled, merged
 
 RELAYED = ("/v1/", "/tokenize")
 

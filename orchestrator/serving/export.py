@@ -16,10 +16,10 @@ from orchestrator.config import Experiment
 from orchestrator.engines import ENGINES
 from orchestrator.engines.base import LaunchPlan
 from orchestrator.errors import MachineError
-from orchestrator.gateway import Door, gateway_name
 from orchestrator.masking import is_secret_variable, mask_env
-from orchestrator.promotion import record_of
-from orchestrator.service import ENGINE, Order
+from orchestrator.serving.gateway import Door, gateway_name
+from orchestrator.serving.promotion import record_of
+from orchestrator.serving.replica import ENGINE, Order
 from orchestrator.tracking import Recorded
 
 # Stands for the port while the command line is planned; no argument has this value by chance.
@@ -115,14 +115,14 @@ def serve_config(experiment: Experiment, recorded: Recorded) -> dict[str, Any]:
             {
                 "name": experiment.name,
                 "route_prefix": None,
-                "import_path": "orchestrator.serving:engines",
+                "import_path": "orchestrator.serving.service:engines",
                 "args": args,
                 "deployments": [{"name": ENGINE, "placement_group_strategy": "STRICT_PACK"}],
             },
             {
                 "name": gateway_name(experiment.name),
                 "route_prefix": None,
-                "import_path": "orchestrator.serving:gateway",
+                "import_path": "orchestrator.serving.service:gateway",
                 "args": asdict(door),
             },
         ],

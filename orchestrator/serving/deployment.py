@@ -20,9 +20,9 @@ from ray.serve.exceptions import RayServeException
 
 from orchestrator.config import Experiment, Placement
 from orchestrator.errors import MachineError, PromotionError
-from orchestrator.gateway import GATEWAY, Door, gateway, gateway_name, is_loopback
-from orchestrator.relay import digest
-from orchestrator.service import DRAIN_S, ENGINE, Order, engines
+from orchestrator.serving.gateway import GATEWAY, Door, gateway, gateway_name, is_loopback
+from orchestrator.serving.relay import digest
+from orchestrator.serving.replica import DRAIN_S, ENGINE, Order, engines
 
 POLL_S = 0.25
 CALL_TIMEOUT_S = 15.0

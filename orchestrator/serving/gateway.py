@@ -21,10 +21,10 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import uvloop
 from ray import serve
 
-from orchestrator.cluster import HEAD_RESOURCE
 from orchestrator.errors import ConfigError
-from orchestrator.passing import Backend, Limits
-from orchestrator.relay import Closed, Relay, digest
+from orchestrator.serving.forward import Backend, Limits
+from orchestrator.serving.head import HEAD_RESOURCE
+from orchestrator.serving.relay import Closed, Relay, digest
 
 GATEWAY = "Gateway"
 REPORT_PERIOD_S, REPORT_TIMEOUT_S = 0.5, 5.0

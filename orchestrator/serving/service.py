@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator import cluster, gate, tracking
-from orchestrator import export as files
+from orchestrator import tracking
 from orchestrator.config import Experiment, Placement
-from orchestrator.deployment import Deployment, other_applications
 from orchestrator.errors import ConfigError, MachineError, PromotionError
-from orchestrator.gateway import gateway, is_loopback
 from orchestrator.node import claims
-from orchestrator.promotion import Promotion, PromotionReport
-from orchestrator.service import engines
+from orchestrator.serving import export as files
+from orchestrator.serving import gate, head
+from orchestrator.serving.deployment import Deployment, other_applications
+from orchestrator.serving.gateway import gateway, is_loopback
+from orchestrator.serving.promotion import Promotion, PromotionReport
+from orchestrator.serving.replica import engines
 
 __all__ = [
     "Deployment",
@@ -107,7 +108,7 @@ def status(experiment: Experiment, *, address: str | None = None) -> StatusRepor
     word, state = None, None
     where = address or _local_address(experiment)
     if where is not None:
-        with cluster.connected(where, ours=address is None):
+        with head.connected(where, ours=address is None):
             word, state = deployment.status(), deployment.state()
     return StatusReport(
         application=deployment.name,
@@ -124,9 +125,9 @@ def stop(experiment: Experiment, *, address: str | None = None, say: Say = lambd
     """End the application, and the local head when it was the last one in it. False when nothing ran."""
     where = address or _local_address(experiment)
     if where is None:
-        return cluster.stop_head(_folder(experiment))
+        return head.stop_head(_folder(experiment))
     with _alone(experiment):
-        with cluster.connected(where, ours=address is None):
+        with head.connected(where, ours=address is None):
             deployment = Deployment(experiment=experiment)
             ran = deployment.exists()
             if ran:
@@ -134,7 +135,7 @@ def stop(experiment: Experiment, *, address: str | None = None, say: Say = lambd
                 say(f"{deployment.name} is stopped")
             others = other_applications(deployment.name)
         if address is None and not others:
-            cluster.stop_head(_folder(experiment))
+            head.stop_head(_folder(experiment))
             say("the local Ray head is stopped")
         elif address is None:
             say(f"the local Ray head stays for {', '.join(others)}")
@@ -160,16 +161,16 @@ def _cluster(experiment: Experiment, address: str | None, placement: Placement, 
         address = _local_address(experiment)
     if address is None:
         say("starting a local Ray head")
-        address, started = cluster.start_head(_folder(experiment)).address, True
+        address, started = head.start_head(_folder(experiment)).address, True
     try:
-        with cluster.connected(address, ours=ours):
-            cluster.require_room(placement, experiment.serving.replicas)
+        with head.connected(address, ours=ours):
+            head.require_room(placement, experiment.serving.replicas)
             started = False
             yield
     finally:
         if started:
             # It holds nothing: what it was started for does not fit on this machine.
-            cluster.stop_head(_folder(experiment))
+            head.stop_head(_folder(experiment))
 
 
 def _folder(experiment: Experiment) -> Path:
@@ -177,7 +178,7 @@ def _folder(experiment: Experiment) -> Path:
 
 
 def _local_address(experiment: Experiment) -> str | None:
-    head = cluster.local_head(_folder(experiment))
+    head = head.local_head(_folder(experiment))
     return head.address if head else None
 
 

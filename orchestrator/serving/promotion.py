@@ -14,18 +14,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from orchestrator import gate, tracking, verification
+from orchestrator import tracking
 from orchestrator.config import EngineSpec, Experiment
-from orchestrator.deployment import Deployment
 from orchestrator.engines import ENGINES
 from orchestrator.errors import PromotionError
-from orchestrator.gate import Comparison, quantity_document
 from orchestrator.masking import MASK
 from orchestrator.measure.client import Target
-from orchestrator.service import Order
+from orchestrator.serving import gate, verification
+from orchestrator.serving.deployment import Deployment
+from orchestrator.serving.gate import Comparison, quantity_document
+from orchestrator.serving.replica import Order
+from orchestrator.serving.verification import Verification
 from orchestrator.tracking import Recorded
 from orchestrator.trial import TrialResult
-from orchestrator.verification import Verification
 
 Say = Callable[[str], None]
 Decision = Literal["promoted", "kept", "rolled_back", "failed"]

@@ -23,16 +23,16 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingContext
 
-from orchestrator.cluster import is_head_node
 from orchestrator.config import EngineSpec, Ready, Stop
 from orchestrator.engines import ENGINES
 from orchestrator.errors import ConfigError, EngineFailure
-from orchestrator.gateway import GATEWAY, REPORT_PERIOD_S, REPORT_TIMEOUT_S, gateway_name, watched
 from orchestrator.masking import MASK
 from orchestrator.node import server
 from orchestrator.node.server import Server
-from orchestrator.passing import Backend
-from orchestrator.relay import Relay, digest
+from orchestrator.serving.forward import Backend
+from orchestrator.serving.gateway import GATEWAY, REPORT_PERIOD_S, REPORT_TIMEOUT_S, gateway_name, watched
+from orchestrator.serving.head import is_head_node
+from orchestrator.serving.relay import Relay, digest
 
 ENGINE = "Engine"
 # How long the running requests of an engine that is to go are waited for.

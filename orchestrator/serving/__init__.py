@@ -1,0 +1,1 @@
+"""The best configuration in service: the only room with Ray Serve."""
