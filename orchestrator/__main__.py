@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from orchestrator import airgap, config, doctor, interrupt, plans, report, search, tracking
+from orchestrator import airgap, config, doctor, plans, report, search, tracking
 from orchestrator import unpack as unpacking
 from orchestrator.environments import install
 from orchestrator.errors import ConfigError, MachineError, OrchestratorError
 from orchestrator.measure.verdict import LEVELS
+from orchestrator.tuning import interrupt
 
 if TYPE_CHECKING:
     from orchestrator.campaign.campaign import Campaign
@@ -92,9 +93,10 @@ def _run_campaign(
         # Read when Ray is imported: every socket of an embedded Ray then listens on loopback only.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     # Ray takes seconds to import; a dry run and a wrong key are answered without it.
-    from orchestrator import nodes, progress, sampler
-    from orchestrator import tune as ray_tune
+    from orchestrator import progress
     from orchestrator.campaign import campaign
+    from orchestrator.tuning import nodes, sampler
+    from orchestrator.tuning import tune as ray_tune
 
     if address is None:
         nodes.check_local_placement(experiment.placement)

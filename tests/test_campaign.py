@@ -25,8 +25,8 @@ from orchestrator.config import Confirm, EngineSpec, Experiment, Objective, Sear
 from orchestrator.errors import ConfigError, MachineError
 from orchestrator.measure.verdict import Level, Verdict
 from orchestrator.outcome import TrialStatus
-from orchestrator.sampler import for_experiment
 from orchestrator.trial import TrialResult
+from orchestrator.tuning.sampler import for_experiment
 
 K = "engine.args.speculative-config.num_speculative_tokens"
 NO_SPEC = {"no-spec": {"engine.args.speculative-config": None}}

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from drivers import Driver, wait_until
 
-from orchestrator.interrupt import heeded
+from orchestrator.tuning.interrupt import heeded
 
 pytestmark = pytest.mark.ray
 NO_ENGINE_AFTER_S = 15.0

@@ -17,13 +17,13 @@ import ray
 from drivers import FAKE_ENGINE, wait_until
 from ray.cluster_utils import Cluster
 
-from orchestrator import nodes, tune
 from orchestrator.campaign import campaign
 from orchestrator.campaign.campaign import Campaign, Event
 from orchestrator.campaign.ledger import TOKEN_FILE
 from orchestrator.config import EngineSpec, Experiment, Objective, Placement, Search, Stop, Tracking, Workload
 from orchestrator.errors import MachineError
 from orchestrator.outcome import TrialStatus
+from orchestrator.tuning import nodes, tune
 
 pytestmark = pytest.mark.ray
 SEQS = "engine.args.max-num-seqs"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from orchestrator.nodes import Nodes  # isort: skip (it sets what Ray reads when it is imported)
+from orchestrator.tuning.nodes import Nodes  # isort: skip (it sets what Ray reads when it is imported)
 from ray import cloudpickle, tune
 from ray.exceptions import RayActorError, RayError
 from ray.tune.schedulers import FIFOScheduler
@@ -21,10 +21,10 @@ from ray.tune.search import Searcher
 from orchestrator import trial
 from orchestrator.campaign.campaign import Campaign, Launch
 from orchestrator.config import Placement
-from orchestrator.interrupt import Interrupts
 from orchestrator.outcome import TrialStatus
-from orchestrator.remote import Task, trainable, unpack
 from orchestrator.trial import TrialResult
+from orchestrator.tuning.interrupt import Interrupts
+from orchestrator.tuning.remote import Task, trainable, unpack
 
 # How long the last usable node may be gone before the campaign gives up waiting for one.
 NO_NODE_S = 30.0

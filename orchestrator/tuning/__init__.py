@@ -1,0 +1,1 @@
+"""Trials on a Ray cluster: the only room with Ray Tune."""
