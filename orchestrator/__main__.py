@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from orchestrator import airgap, config, doctor, plans, report, search, tracking
+from orchestrator import airgap, config, report, search, tracking
 from orchestrator import unpack as unpacking
+from orchestrator.cli import doctor, dry_run
 from orchestrator.environments import install
 from orchestrator.errors import ConfigError, MachineError, OrchestratorError
 from orchestrator.measure.verdict import LEVELS
@@ -61,7 +62,7 @@ def tune(
     experiment = config.load(conf, overrides)
     search.check(experiment)
     if dry_run:
-        plan = plans.dry_run(experiment)
+        plan = dry_run.dry_run(experiment)
         if as_json:
             _emit(plan.document())
         else:
@@ -93,14 +94,14 @@ def _run_campaign(
         # Read when Ray is imported: every socket of an embedded Ray then listens on loopback only.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     # Ray takes seconds to import; a dry run and a wrong key are answered without it.
-    from orchestrator import progress
     from orchestrator.campaign import campaign
+    from orchestrator.cli import progress
     from orchestrator.tuning import nodes, sampler
     from orchestrator.tuning import tune as ray_tune
 
     if address is None:
         nodes.check_local_placement(experiment.placement)
-    plans.check_startable(experiment)
+    dry_run.check_startable(experiment)
     with (
         progress.shown(people) as on_event,
         campaign.opened(experiment, resume=resume, on_event=on_event, sampler=sampler.for_experiment) as running,
@@ -220,7 +221,7 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Measure a server that already runs, exactly as a trial would."""
-    from orchestrator import bench as benching
+    from orchestrator.cli import bench as benching
 
     if api_key_env and api_key_env not in os.environ:
         raise ConfigError(f"--api-key-env {api_key_env}: this variable is not set")

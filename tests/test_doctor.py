@@ -14,7 +14,8 @@ import pytest
 from fake_nvml import FakeNvml
 from launches import FAKE_ENGINE, KINDS, program
 
-from orchestrator import config, doctor
+from orchestrator import config
+from orchestrator.cli import doctor
 
 ROOT = Path(__file__).parent.parent
 MODULE_MISSING = """

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from launches import FAKE_ENGINE, KINDS, marked, program
 
-from orchestrator import config, plans, trial
+from orchestrator import config, trial
 from orchestrator.campaign import campaign
+from orchestrator.cli import dry_run
 from orchestrator.config import Experiment
 from orchestrator.errors import ConfigError, MachineError
 from orchestrator.outcome import TrialStatus
@@ -45,7 +46,7 @@ def test_every_command_line_whole(tmp_path: Path) -> None:
         "search.grid={engine.args.speculative-config.num_speculative_tokens: [2, 4]}",
         "engine.args.speculative-config.method=ngram",
     )
-    plan = plans.dry_run(sweep)
+    plan = dry_run.dry_run(sweep)
     assert plan.num_starts == 2 + 2 * 2
     document = json.loads(json.dumps(plan.document(), allow_nan=False))
     assert {"experiment", "trials", "skipped"} <= set(document)
@@ -59,7 +60,7 @@ def test_every_command_line_whole(tmp_path: Path) -> None:
 
 
 def test_a_line_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
-    plan = plans.dry_run(
+    plan = dry_run.dry_run(
         experiment(tmp_path, "engine.args.speculative-config={method: ngram, num_speculative_tokens: 2}")
     )
     lines = plan.lines()
@@ -76,11 +77,11 @@ def test_a_line_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
 def test_an_unknown_flag_is_named_with_the_nearest(tmp_path: Path, kind: str) -> None:
     nearest = {"vllm": "max-num-seqs", "sglang": "max-running-requests", "llamacpp": "ctx-size"}[kind]
     misspelt = nearest[:-1]
-    plan = plans.dry_run(experiment(tmp_path, f"engine.args.{misspelt}=4", kind=kind))
+    plan = dry_run.dry_run(experiment(tmp_path, f"engine.args.{misspelt}=4", kind=kind))
     (warning,) = plan.warnings
     assert f"--{misspelt}" in warning
     assert f"--{nearest}" in warning
-    assert plans.dry_run(experiment(tmp_path, f"engine.args.{nearest}=4", kind=kind)).warnings == ()
+    assert dry_run.dry_run(experiment(tmp_path, f"engine.args.{nearest}=4", kind=kind)).warnings == ()
 
 
 def test_help_is_asked_once_per_engine_and_may_be_missing(tmp_path: Path) -> None:
@@ -88,9 +89,9 @@ def test_help_is_asked_once_per_engine_and_may_be_missing(tmp_path: Path) -> Non
     command = program(tmp_path, "").pop()
     Path(command).write_text(f"import sys\nopen({str(asked)!r}, 'a').write('x')\nsys.exit(3)\n")
     points = "search.grid={engine.args.max-num-seqs: [1, 2, 3]}"
-    plan = plans.dry_run(experiment(tmp_path, f"engine.command=[{sys.executable}, {command}]", points))
+    plan = dry_run.dry_run(experiment(tmp_path, f"engine.command=[{sys.executable}, {command}]", points))
     assert (len(plan.launches), plan.warnings, asked.read_text()) == (3, (), "x")
-    assert len(plans.dry_run(experiment(tmp_path, "engine.command=[no-such-engine]", points)).launches) == 3
+    assert len(dry_run.dry_run(experiment(tmp_path, "engine.command=[no-such-engine]", points)).launches) == 3
 
 
 def test_help_runs_as_the_engine_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,27 +101,27 @@ def test_help_runs_as_the_engine_would(tmp_path: Path, monkeypatch: pytest.Monke
     names = ("PYTHONPATH", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG")
     Path(source).write_text(f"import os\nprint([os.environ.get(n) for n in {names!r}])\n")
     (spec,) = campaign.keyed_points(experiment(tmp_path, f"engine.command=[{sys.executable}, {source}]"))[0]
-    answer = plans.ask_help(spec.engine, plans.launch_plan(spec))
-    assert answer == plans.HelpAnswer(exit_code=0, text="[None, '', 'INFO']\n")
+    answer = dry_run.ask_help(spec.engine, dry_run.launch_plan(spec))
+    assert answer == dry_run.HelpAnswer(exit_code=0, text="[None, '', 'INFO']\n")
 
 
 @pytest.mark.parametrize("model", ["./nowhere", "/no/such/folder", "~/no-such-model", "a/b/c"])
 def test_a_model_path_that_is_not_there_stops_before_the_first_start(tmp_path: Path, model: str) -> None:
     with pytest.raises(ConfigError, match="there is no file or folder"):
-        plans.check_startable(experiment(tmp_path, f"engine.model={model}"))
-    plans.check_startable(experiment(tmp_path, "engine.model=org/on-the-hub"))
+        dry_run.check_startable(experiment(tmp_path, f"engine.model={model}"))
+    dry_run.check_startable(experiment(tmp_path, "engine.model=org/on-the-hub"))
 
 
 def test_a_program_that_is_not_there_names_the_environment_to_install(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="engine install mine`"):
-        plans.check_startable(experiment(tmp_path, "engine.environment=mine", "engine.command=[vllm, serve]"))
+        dry_run.check_startable(experiment(tmp_path, "engine.environment=mine", "engine.command=[vllm, serve]"))
 
 
 def test_the_estimate_comes_from_trials_that_were_timed_here(tmp_path: Path) -> None:
     sweep = experiment(tmp_path, "search.grid={engine.args.max-num-seqs: [1, 2]}")
-    assert plans.dry_run(sweep).estimate_s is None
-    assert any("No estimate" in line for line in plans.dry_run(sweep).lines())
-    (spec, _) = plans.dry_run(sweep).launches[0]
+    assert dry_run.dry_run(sweep).estimate_s is None
+    assert any("No estimate" in line for line in dry_run.dry_run(sweep).lines())
+    (spec, _) = dry_run.dry_run(sweep).launches[0]
     for number, seconds in enumerate((50.0, 60.0, 900.0, 3.0, 3.0)):
         folder = campaign.home_of(sweep) / "20261129-100000" / "trials" / str(number)
         folder.mkdir(parents=True)
@@ -128,7 +129,7 @@ def test_the_estimate_comes_from_trials_that_were_timed_here(tmp_path: Path) -> 
         status = TrialStatus.COMPLETE if seconds > 10 else TrialStatus.REFUSED
         trial.write_result(TrialResult(spec=spec, status=status, phases_s=phases), folder)
     (folder / "result.json").with_name("torn.json").write_text("{")
-    plan = plans.dry_run(sweep)
+    plan = dry_run.dry_run(sweep)
     # The median of the three that were measured, for two points and twice two confirmations.
     assert plan.estimate_s == 60.0 * 6
     assert "About 6 min" in plan.lines()[-1]

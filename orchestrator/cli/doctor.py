@@ -12,8 +12,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from orchestrator import plans, search
+from orchestrator import search
 from orchestrator.campaign import campaign
+from orchestrator.cli import dry_run
 from orchestrator.config import Experiment, TrialSpec
 from orchestrator.engines import ENGINES
 from orchestrator.engines.flags import check_flags
@@ -74,7 +75,7 @@ def _answered(name: str, ask: Callable[[], Iterator[Check]]) -> list[Check]:
 def _configuration(experiment: Experiment) -> Iterator[Check]:
     search.check(experiment)
     specs, skipped = campaign.keyed_points(experiment)
-    starts = plans.number_of_starts(experiment, len(specs))
+    starts = dry_run.number_of_starts(experiment, len(specs))
     left_out = f", {len(skipped)} skipped: {skipped[0][0]}: {skipped[0][1]}" if skipped else ""
     yield Check(
         name="configuration",
@@ -154,11 +155,11 @@ def _by_engine(experiment: Experiment) -> dict[str, list[TrialSpec]]:
 
 
 def _engine(name: str, specs: list[TrialSpec]) -> Iterator[Check]:
-    launches = [(spec, plans.launch_plan(spec)) for spec in specs]
+    launches = [(spec, dry_run.launch_plan(spec)) for spec in specs]
     spec, plan = launches[0]
     server.check_program(plan)
     version = install.engine_version(spec.engine)
-    answer = plans.ask_help(spec.engine, plan)
+    answer = dry_run.ask_help(spec.engine, plan)
     if answer is None:
         detail = f"version {version or 'unknown'}; it does not answer --help, its flags were not checked"
         yield Check(name=f"engine {name}", ok=None, detail=detail)
@@ -175,7 +176,7 @@ def _engine(name: str, specs: list[TrialSpec]) -> Iterator[Check]:
 def _models(experiment: Experiment) -> Iterator[Check]:
     models = {spec.engine.model: spec.engine for spec in campaign.keyed_points(experiment)[0]}
     for name, engine in models.items():
-        plans.check_model(engine)
+        dry_run.check_model(engine)
         path = Path(engine.root) / name
         if not path.exists():
             yield Check(name="model", ok=None, detail=f"{name} is no local folder; the engine fetches or finds it")
