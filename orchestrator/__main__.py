@@ -15,7 +15,8 @@ from rich.console import Console
 
 from orchestrator import airgap, config, report, search, tracking
 from orchestrator import unpack as unpacking
-from orchestrator.cli import doctor, dry_run
+from orchestrator.cli import doctor
+from orchestrator.cli import dry_run as planning
 from orchestrator.environments import install
 from orchestrator.errors import ConfigError, MachineError, OrchestratorError
 from orchestrator.measure.verdict import LEVELS
@@ -62,7 +63,7 @@ def tune(
     experiment = config.load(conf, overrides)
     search.check(experiment)
     if dry_run:
-        plan = dry_run.dry_run(experiment)
+        plan = planning.dry_run(experiment)
         if as_json:
             _emit(plan.document())
         else:
@@ -94,6 +95,7 @@ def _run_campaign(
         # Read when Ray is imported: every socket of an embedded Ray then listens on loopback only.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     # Ray takes seconds to import; a dry run and a wrong key are answered without it.
+    from orchestrator import cluster
     from orchestrator.campaign import campaign
     from orchestrator.cli import progress
     from orchestrator.tuning import nodes, sampler
@@ -101,7 +103,7 @@ def _run_campaign(
 
     if address is None:
         nodes.check_local_placement(experiment.placement)
-    dry_run.check_startable(experiment)
+    planning.check_startable(experiment)
     with (
         progress.shown(people) as on_event,
         campaign.opened(experiment, resume=resume, on_event=on_event, sampler=sampler.for_experiment) as running,
@@ -111,7 +113,7 @@ def _run_campaign(
             f"{len(running.skipped)} skipped; folder {running.folder}"
         )
         if running.wants_more():
-            with nodes.connected(address, on_lost=lambda why: _end_without_ray(running, why)):
+            with cluster.joined(address, on_lost=lambda why: _end_without_ray(running, why)):
                 ray_tune.run_trials(running, interrupts)
         with interrupts.deferred():
             recorded, selection = running.finish()

@@ -222,6 +222,6 @@ def test_troubleshooting_lists_every_cause_with_its_status_and_lever() -> None:
 
 def test_every_cause_that_the_program_gives_is_listed() -> None:
     given = set()
-    for path in (ROOT / "orchestrator").glob("*.py"):
+    for path in (ROOT / "orchestrator").rglob("*.py"):
         given |= set(re.findall(r"\bcause ?= ?\"(\w+)\"", path.read_text(encoding="utf-8")))
     assert given <= set(CAUSES)

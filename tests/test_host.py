@@ -300,7 +300,7 @@ def test_claims_end_with_the_process_that_holds_them(tmp_path: Path, monkeypatch
     source = f"""
 sys.path[:0] = [{str(Path(__file__).parent.parent)!r}]
 import tempfile; tempfile.tempdir = {str(tmp_path)!r}
-from orchestrator import claims
+from orchestrator.node import claims
 with claims.gpus_claimed(["GPU-aaaa"]), claims.scrap_folder() as scraps:
     (scraps / "left").touch()
     print(scraps, flush=True)
@@ -327,7 +327,7 @@ with claims.gpus_claimed(["GPU-aaaa"]), claims.scrap_folder() as scraps:
 
 def test_pynvml_finds_the_library_as_it_finds_the_real_one(tmp_path: Path) -> None:
     node = FakeNvml(tmp_path).gpu("GPU-aaaa").gpu("GPU-bbbb")
-    code = "from orchestrator import host; print([gpu.uuid for gpu in gpus.gpus()])"
+    code = "from orchestrator.node import gpus; print([gpu.uuid for gpu in gpus.gpus()])"
     answer = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, **node.env},

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-KEEPER = Path(__file__).parent.parent / "orchestrator" / "keeper.py"
+KEEPER = Path(__file__).parent.parent / "orchestrator" / "node" / "keeper.py"
 # Ignores TERM, has a child that does too, and a grandchild that left the session: the worst case of a real engine.
 STUBBORN = """
 import os, signal, sys, time

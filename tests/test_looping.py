@@ -16,7 +16,7 @@ CHINESE = (
 )
 WRITTEN = [
     *sorted((ROOT / "conf" / "prompts").rglob("*.*")),
-    *sorted((ROOT / "orchestrator").glob("*.py")),
+    *sorted((ROOT / "orchestrator").rglob("*.py")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 

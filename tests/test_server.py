@@ -366,7 +366,7 @@ import sys, time
 from pathlib import Path
 sys.path[:0] = {paths!r}
 from launches import Stop, engine_spec
-from orchestrator import server
+from orchestrator.node import server
 from orchestrator.engines import ENGINES
 root = Path({root!r})
 with server.running(ENGINES["vllm"], engine_spec(root, children=str(root / "children"), ignore_sigterm=True, {more}),

@@ -19,11 +19,12 @@ import psutil
 import pytest
 import serving_bench as bench
 
-from orchestrator import tracking
+from orchestrator import cluster, tracking
 from orchestrator.config import Experiment
 from orchestrator.errors import ConfigError, MachineError, PromotionError
 from orchestrator.measure.verdict import Level
-from orchestrator.serving import head, service
+from orchestrator.serving import service as serving
+from orchestrator.serving.head import Head, start_head, stop_head
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -45,15 +46,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def head(folder: Path) -> Iterator[head.Head]:
+def head(folder: Path) -> Iterator[Head]:
     """A local head of ours with two pretended GPUs; every promotion of this module finds it by its state file."""
-    started = head.start_head(folder / "mlruns" / "serving", num_gpus=2)
+    started = start_head(folder / "mlruns" / "serving", num_gpus=2)
     yield started
-    head.stop_head(folder / "mlruns" / "serving")
+    stop_head(folder / "mlruns" / "serving")
 
 
 @pytest.fixture
-def service(folder: Path, head: head.Head, free_port: Callable[[], int]) -> Iterator[Callable[..., Experiment]]:
+def service(folder: Path, head: Head, free_port: Callable[[], int]) -> Iterator[Callable[..., Experiment]]:
     """make(name, **options) -> Experiment, whose service is stopped after the test. The head stays."""
     made: list[Experiment] = []
 
@@ -63,8 +64,8 @@ def service(folder: Path, head: head.Head, free_port: Callable[[], int]) -> Iter
 
     yield make
     for experiment in made:
-        with head.connected(head.address, ours=True):
-            service.Deployment(experiment=experiment).delete()
+        with cluster.joined(head.address, with_token=True):
+            serving.Deployment(experiment=experiment).delete()
 
 
 def get(
@@ -172,7 +173,7 @@ def test_the_life_of_a_service_on_exactly_two_gpus(service: Callable[..., Experi
     slow_id, fast_id, same_id = bench.record(experiment, slow, fast, same)
     said: list[str] = []
 
-    first = service.promote(experiment, run_id=slow_id, say=said.append)
+    first = serving.promote(experiment, run_id=slow_id, say=said.append)
     assert (first.decision, first.exit_code, first.serving_run_id) == ("promoted", 0, slow_id)
     assert aliases(experiment) == (slow_id, None)
     document = served(experiment)
@@ -185,7 +186,7 @@ def test_the_life_of_a_service_on_exactly_two_gpus(service: Callable[..., Experi
     # The second needs the very GPUs that the first holds; meanwhile users are told to come back.
     said.clear()
     with Watch(experiment) as watch:
-        second = service.promote(experiment, run_id=fast_id, say=said.append)
+        second = serving.promote(experiment, run_id=fast_id, say=said.append)
     assert second.decision == "promoted"
     assert second.comparison is not None
     assert second.comparison.better
@@ -199,18 +200,18 @@ def test_the_life_of_a_service_on_exactly_two_gpus(service: Callable[..., Experi
 
     # Not really better: the champion stays, and nothing is started for that.
     before = len(starts(record))
-    third = service.promote(experiment, run_id=same_id)
+    third = serving.promote(experiment, run_id=same_id)
     assert (third.decision, third.exit_code, third.serving_run_id) == ("kept", 0, fast_id)
     assert "does not prove it better" in third.reason
     assert len(starts(record)) == before
 
     # The best of the campaign is served already.
-    assert service.promote(experiment).decision == "kept"
+    assert serving.promote(experiment).decision == "kept"
 
-    back = service.rollback(experiment)
+    back = serving.rollback(experiment)
     assert (back.decision, back.serving_run_id) == ("promoted", slow_id)
     assert aliases(experiment) == (slow_id, fast_id)
-    status = service.status(experiment)
+    status = serving.status(experiment)
     assert status.status == "RUNNING"
     assert status.state is not None
     assert status.state["run_id"] == slow_id == status.champion_run_id
@@ -225,11 +226,11 @@ def test_challengers_that_fail_are_rolled_back(service: Callable[..., Experiment
     slow = bench.result(experiment, "slow", tokens_per_s=200, recorded_tok_s=500, record=str(record))
     wrong = bench.result(experiment, "wrong", tokens_per_s=500, faults={"error_object": 2}, record=str(record))
     good_id, crashing_id, slow_id, wrong_id = bench.record(experiment, good, crashing, slow, wrong)
-    first = service.promote(experiment, run_id=good_id)
+    first = serving.promote(experiment, run_id=good_id)
     assert first.decision == "promoted", first
 
     for run_id, why in ((crashing_id, "did not start"), (slow_id, "worse than"), (wrong_id, "failed")):
-        report = service.promote(experiment, run_id=run_id)
+        report = serving.promote(experiment, run_id=run_id)
         assert (report.decision, report.exit_code, report.serving_run_id) == ("rolled_back", 1, good_id)
         assert why in report.reason
         assert report.rollback is not None
@@ -243,11 +244,11 @@ def test_challengers_that_fail_are_rolled_back(service: Callable[..., Experiment
 def test_the_first_challenger_that_fails_leaves_nothing(service: Callable[..., Experiment]) -> None:
     experiment = service("first", deadline_s=10)
     (run_id,) = bench.record(experiment, bench.result(experiment, "dumb", silent_load_s=600))
-    report = service.promote(experiment, run_id=run_id)
+    report = serving.promote(experiment, run_id=run_id)
     assert (report.decision, report.exit_code, report.serving_run_id) == ("failed", 1, None)
     assert "serving.deadline_s" in report.reason
     assert aliases(experiment) == (None, None)
-    assert service.status(experiment).status is None
+    assert serving.status(experiment).status is None
     assert get(experiment, "/health")[0] == 0
 
 
@@ -255,7 +256,7 @@ def test_what_dies_in_service_is_replaced(service: Callable[..., Experiment], tm
     experiment = service("dying")
     record = tmp_path / "starts.jsonl"
     (run_id,) = bench.record(experiment, bench.result(experiment, "mortal", tokens_per_s=200, record=str(record)))
-    assert service.promote(experiment, force=True).decision == "promoted"
+    assert serving.promote(experiment, force=True).decision == "promoted"
     body = {"model": "served", "prompt": "once", "max_tokens": 20_000, "stream": True}
 
     for victim in ("engine", "replica"):
@@ -283,7 +284,7 @@ def test_engines_come_and_go_with_the_requests(service: Callable[..., Experiment
     hasty = {"look_back_period_s": 1, "upscale_delay_s": 1, "downscale_delay_s": 2}
     experiment = service("scaling", autoscaling={**scaling, **hasty})
     bench.record(experiment, bench.result(experiment, "scaling", tokens_per_s=50))
-    assert service.promote(experiment).decision == "promoted"
+    assert serving.promote(experiment).decision == "promoted"
     assert served(experiment)["engines"] == 1
     body = {"model": "served", "prompt": "once", "max_tokens": 100, "ignore_eos": True}
     answers: list[tuple[int, str]] = []
@@ -330,7 +331,7 @@ def test_a_killed_driver_leaves_a_service_that_the_next_command_manages(
     experiment = service("orphan")
     (run_id,) = bench.record(experiment, bench.result(experiment, "only", tokens_per_s=100))
     script = (
-        "import sys; from orchestrator import config, serving\n"
+        "import sys; from orchestrator import config; from orchestrator.serving import service as serving\n"
         "def say(text):\n    print(text, flush=True)\n"
         "serving.promote(config.load(sys.argv[1]), say=say)\n"
     )
@@ -348,10 +349,10 @@ def test_a_killed_driver_leaves_a_service_that_the_next_command_manages(
     # Nobody verified it, so nobody calls it champion; its pause ends by itself and it serves.
     until(lambda: get(experiment, "/v1/models")[0] == 200, 60)
     assert aliases(experiment) == (None, None)
-    status = service.status(experiment)
+    status = serving.status(experiment)
     assert status.state is not None
     assert (status.state["run_id"], status.state["verified"], status.state["open"]) == (run_id, False, True)
-    report = service.promote(experiment)
+    report = serving.promote(experiment)
     assert report.decision == "promoted"
     assert aliases(experiment)[0] == run_id
     assert served(experiment)["verified"]
@@ -363,9 +364,9 @@ def test_the_key_of_the_environment_is_asked_for(
     experiment = service("locked", api_key_env="SERVICE_KEY", route="/llm")
     bench.record(experiment, bench.result(experiment, "locked"))
     with pytest.raises(ConfigError, match="SERVICE_KEY is not set"):
-        service.promote(experiment)
+        serving.promote(experiment)
     monkeypatch.setenv("SERVICE_KEY", "sesame")
-    assert service.promote(experiment).decision == "promoted"
+    assert serving.promote(experiment).decision == "promoted"
     assert get(experiment, "/llm/v1/models")[0] == 401
     assert get(experiment, "/llm/v1/models", key="sesam")[0] == 401
     assert get(experiment, "/v1/models", key="sesame")[0] == 404
@@ -383,8 +384,8 @@ def test_only_what_is_proven_is_promoted(service: Callable[..., Experiment]) -> 
     invalid_id, suspect_id = bench.record(experiment, invalid, suspect)
     for run_id, level in ((invalid_id, "invalid"), (suspect_id, "suspect")):
         with pytest.raises(PromotionError, match=f"its numbers are {level}"):
-            service.promote(experiment, run_id=run_id)
-    forced = service.promote(experiment, run_id=suspect_id, force=True)
+            serving.promote(experiment, run_id=run_id)
+    forced = serving.promote(experiment, run_id=suspect_id, force=True)
     assert forced.decision == "promoted"
     assert any("suspect" in each for each in forced.forced)
 
@@ -392,14 +393,14 @@ def test_only_what_is_proven_is_promoted(service: Callable[..., Experiment]) -> 
 def test_nobody_else_is_let_in_without_a_key(folder: Path) -> None:
     experiment = bench.experiment(folder, "open", 8000, host="0.0.0.0")
     with pytest.raises(ConfigError, match="can be reached by others"):
-        service.promote(experiment)
+        serving.promote(experiment)
 
 
 def test_an_engine_that_has_no_room_is_refused(service: Callable[..., Experiment]) -> None:
     experiment = service("large", gpus=4)
     bench.record(experiment, bench.result(experiment, "large"))
     with pytest.raises(MachineError, match=r"4 GPUs and 1 CPUs on ONE node; the nodes have: .* 2 GPUs"):
-        service.promote(experiment)
+        serving.promote(experiment)
 
 
 def test_a_port_that_is_taken_is_named(service: Callable[..., Experiment], fake_engine) -> None:
@@ -408,4 +409,4 @@ def test_a_port_that_is_taken_is_named(service: Callable[..., Experiment], fake_
     bench.record(experiment, bench.result(experiment, "taken"))
     taken = bench.experiment(Path(experiment.engine.root), "taken", stranger.port)
     with pytest.raises(MachineError, match=f"serving.port: {stranger.port} on 127.0.0.1"):
-        service.promote(taken)
+        serving.promote(taken)

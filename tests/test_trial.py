@@ -327,9 +327,9 @@ def test_a_process_that_is_killed_in_mid_measurement_leaves_no_engine(tmp_path: 
     code = f"""
 import sys
 from pathlib import Path
-from orchestrator.trial.run import run
+sys.path[:0] = {[str(here), str(here.parent)]!r}
 from launches import trial_spec
-from orchestrator import trial
+from orchestrator.trial.run import run
 from orchestrator.config import Workload
 root = Path({str(tmp_path)!r})
 work = Workload(output_tokens=400, num_prompts=100, repeats=1)

@@ -20,6 +20,7 @@ from ray.cluster_utils import Cluster
 from orchestrator.campaign import campaign
 from orchestrator.campaign.campaign import Campaign, Event
 from orchestrator.campaign.ledger import TOKEN_FILE
+from orchestrator.cluster import joined
 from orchestrator.config import EngineSpec, Experiment, Objective, Placement, Search, Stop, Tracking, Workload
 from orchestrator.errors import MachineError
 from orchestrator.outcome import TrialStatus
@@ -65,7 +66,7 @@ def experiment(folder: Path, *, points: int = 2, timeout_s: float = 60.0, load_s
 
 @contextmanager
 def opened(swept: Experiment, cluster: Any, on_event: Callable[[Event], None] = lambda _: None) -> Iterator[Campaign]:
-    with campaign.opened(swept, resume=False, on_event=on_event) as running, nodes.connected(cluster.address):
+    with campaign.opened(swept, resume=False, on_event=on_event) as running, joined(cluster.address):
         yield running
     account = running.account()
     assert account.planned == account.earlier + account.started + account.skipped + len(account.not_run)
@@ -154,7 +155,7 @@ def test_place_held_by_others_then_node_that_dies_before_the_start(cluster: Any,
 
 
 def test_node_that_was_not_released_is_not_used_again(cluster: Any) -> None:
-    with nodes.connected(cluster.address):
+    with joined(cluster.address):
         known = nodes.Nodes(Placement(gpus=2))
         first = known.take()
         assert first is not None

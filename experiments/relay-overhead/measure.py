@@ -101,14 +101,15 @@ def host(engine_url: str, ports: dict[str, int]) -> None:
     """A subprocess: one Ray head with our gateway and Serve's proxy, until stdin ends."""
     from ray import serve
 
-    from orchestrator.serving import head
+    from orchestrator import cluster
     from orchestrator.serving.gateway import Door, gateway
+    from orchestrator.serving.head import start_head, stop_head
 
     folder = Path(tempfile.mkdtemp(prefix="relay-overhead-"))
-    head = head.start_head(folder)
+    head = start_head(folder)
     done = threading.Event()
     try:
-        with head.connected(head.address, ours=True):
+        with cluster.joined(head.address, with_token=True):
             serve.start(http_options={"host": "127.0.0.1", "port": ports["proxy"]})
             serve.run(serve_ingress(engine_url), name="ingress", route_prefix="/")
             if "gateway" in ports:
@@ -125,7 +126,7 @@ def host(engine_url: str, ports: dict[str, int]) -> None:
             sys.stdin.read()
             done.set()
     finally:
-        head.stop_head(folder)
+        stop_head(folder)
 
 
 @contextlib.contextmanager

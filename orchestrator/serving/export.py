@@ -115,14 +115,14 @@ def serve_config(experiment: Experiment, recorded: Recorded) -> dict[str, Any]:
             {
                 "name": experiment.name,
                 "route_prefix": None,
-                "import_path": "orchestrator.serving.service:engines",
+                "import_path": "orchestrator.serving.replica:engines",
                 "args": args,
                 "deployments": [{"name": ENGINE, "placement_group_strategy": "STRICT_PACK"}],
             },
             {
                 "name": gateway_name(experiment.name),
                 "route_prefix": None,
-                "import_path": "orchestrator.serving.service:gateway",
+                "import_path": "orchestrator.serving.gateway:gateway",
                 "args": asdict(door),
             },
         ],

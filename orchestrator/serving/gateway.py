@@ -16,14 +16,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-
+from orchestrator.cluster import HEAD_RESOURCE  # isort: skip (it sets what Ray reads when it is imported)
 import uvloop
 from ray import serve
 
 from orchestrator.errors import ConfigError
 from orchestrator.serving.forward import Backend, Limits
-from orchestrator.serving.head import HEAD_RESOURCE
 from orchestrator.serving.relay import Closed, Relay, digest
 
 GATEWAY = "Gateway"

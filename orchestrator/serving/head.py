@@ -1,4 +1,4 @@
-"""The Ray cluster a service lives in: somebody's, by its address, or a local head that we start and end ourselves.
+"""The local Ray head that a service lives in when no cluster is named: started and ended by us.
 
 The local head outlives the command that started it. Its processes are remembered by pid and creation time in
 head.json, so that `--stop` ends exactly that head and never another Ray of this machine.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import secrets
 import shutil
@@ -17,24 +16,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-
 import psutil
-import ray
-from ray._raylet import Config  # type: ignore[attr-defined]
 
+from orchestrator.cluster import alive_nodes, describe_need, num_that_fit
 from orchestrator.config import Placement
 from orchestrator.errors import MachineError
 
 START_TIMEOUT_S, STOP_GRACE_S = 60.0, 4.0
 OBJECT_STORE_BYTES = 96 << 20
-HEAD_RESOURCE = "node:__internal_head__"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,83 +123,16 @@ def stop_head(folder: Path) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def connected(address: str, *, ours: bool = False) -> Iterator[None]:
-    """This process as a driver of the cluster at `address`. Raises MachineError when it cannot be reached.
-
-    ours: the cluster is a head that start_head started, which asks for the user's Ray token.
-    """
-    if ray.is_initialized():
-        yield
-        return
-    _require_listener(address)
-    if ours:
-        os.environ["RAY_AUTH_MODE"] = "token"
-        # Ray reads the mode once, at its import; without this the head refuses us.
-        Config.initialize("")
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise MachineError(
-            f"the Ray cluster at {address} cannot be reached: {' '.join(str(error).split())[:300]}"
-        ) from None
-    for name in ("ray", "ray.serve"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _require_listener(address: str) -> None:
-    """Raises MachineError where nothing listens: Ray itself would try for five minutes."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or "://" in address:
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise MachineError(f"the Ray cluster at {address} cannot be reached: {reason}") from None
-
-
 def require_room(placement: Placement, replicas: int) -> None:
     """Whether the cluster's nodes can hold `replicas` engines, each whole on ONE node. Raises MachineError.
 
     Looks at what the nodes have, not at what is free: what stands there now may be what is replaced.
     """
-    nodes = [node for node in _nodes() if node["Alive"]]
-    room = sum(_engines_that_fit(node, placement) for node in nodes)
-    if room >= replicas:
-        return
-    label = f" with label {placement.node_label}" if placement.node_label else ""
-    shapes = "; ".join(
-        f"{n['NodeManagerAddress']}: {n['Resources'].get('GPU', 0):g} GPUs, {n['Resources'].get('CPU', 0):g} CPUs"
-        for n in nodes
-    )
-    raise MachineError(
-        f"this Ray cluster can hold {room} of {replicas} engines: each needs {placement.gpus} GPUs and "
-        f"{placement.cpus} CPUs on ONE node{label}; the nodes have: {shapes or 'none alive'}"
-    )
-
-
-def _engines_that_fit(node: dict[str, Any], placement: Placement) -> int:
-    labels = (*node["Resources"], *(f"{k}={v}" for k, v in node.get("Labels", {}).items()))
-    if placement.node_label is not None and placement.node_label not in labels:
-        return 0
-    wanted = {"CPU": placement.cpus, "GPU": placement.gpus}
-    return min(int(node["Resources"].get(name, 0) // amount) for name, amount in wanted.items() if amount)
-
-
-def _nodes() -> list[dict[str, Any]]:
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return nodes
-
-
-def is_head_node() -> bool:
-    """Whether this worker runs on the cluster's head node."""
-    here = ray.get_runtime_context().get_node_id()
-    return any(node["NodeID"] == here and HEAD_RESOURCE in node["Resources"] for node in _nodes())
+    room = sum(num_that_fit(node, placement) for node in alive_nodes())
+    if room < replicas:
+        raise MachineError(
+            f"this Ray cluster can hold {room} of {replicas} engines: each needs {describe_need(placement)}"
+        )
 
 
 def _start_command(address: str, temp_dir: str, num_gpus: int | None, dashboard_port: int | None) -> list[str]:
@@ -233,10 +160,10 @@ NOT_A_HEADS = ("RAY_ADDRESS", "RAY_JOB_ID", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
 def _environment() -> dict[str, str]:
     """Ours, with this package importable in every worker however it was found here."""
     env = {name: value for name, value in os.environ.items() if name not in NOT_A_HEADS}
-    package_root = str(Path(__file__).resolve().parent.parent)
+    package_root = str(Path(__file__).resolve().parents[2])
     # Ray listens on every interface whatever address it is given: nobody without the user's token may give it work.
     env["RAY_AUTH_MODE"] = "token"
-    # As where it was measured (nodes.py): a served engine does not yield to everybody else on the machine.
+    # As where it was measured (cluster.py): a served engine does not yield to everybody else on the machine.
     env.setdefault("RAY_worker_niceness", "0")
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, env.get("PYTHONPATH")]))
     return env

@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-
+from orchestrator.cluster import is_head_node  # isort: skip (it sets what Ray reads when it is imported)
 import ray
 from ray import serve
 from ray.serve.config import AutoscalingContext
@@ -31,7 +30,6 @@ from orchestrator.node import server
 from orchestrator.node.server import Server
 from orchestrator.serving.forward import Backend
 from orchestrator.serving.gateway import GATEWAY, REPORT_PERIOD_S, REPORT_TIMEOUT_S, gateway_name, watched
-from orchestrator.serving.head import is_head_node
 from orchestrator.serving.relay import Relay, digest
 
 ENGINE = "Engine"

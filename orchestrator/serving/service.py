@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator import tracking
+from orchestrator import cluster, tracking
 from orchestrator.config import Experiment, Placement
 from orchestrator.errors import ConfigError, MachineError, PromotionError
 from orchestrator.node import claims
@@ -108,7 +108,7 @@ def status(experiment: Experiment, *, address: str | None = None) -> StatusRepor
     word, state = None, None
     where = address or _local_address(experiment)
     if where is not None:
-        with head.connected(where, ours=address is None):
+        with cluster.joined(where, with_token=address is None):
             word, state = deployment.status(), deployment.state()
     return StatusReport(
         application=deployment.name,
@@ -127,7 +127,7 @@ def stop(experiment: Experiment, *, address: str | None = None, say: Say = lambd
     if where is None:
         return head.stop_head(_folder(experiment))
     with _alone(experiment):
-        with head.connected(where, ours=address is None):
+        with cluster.joined(where, with_token=address is None):
             deployment = Deployment(experiment=experiment)
             ran = deployment.exists()
             if ran:
@@ -163,7 +163,7 @@ def _cluster(experiment: Experiment, address: str | None, placement: Placement, 
         say("starting a local Ray head")
         address, started = head.start_head(_folder(experiment)).address, True
     try:
-        with head.connected(address, ours=ours):
+        with cluster.joined(address, with_token=ours):
             head.require_room(placement, experiment.serving.replicas)
             started = False
             yield
@@ -178,8 +178,8 @@ def _folder(experiment: Experiment) -> Path:
 
 
 def _local_address(experiment: Experiment) -> str | None:
-    head = head.local_head(_folder(experiment))
-    return head.address if head else None
+    found = head.local_head(_folder(experiment))
+    return found.address if found else None
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Ray Tune around run.run: where each trial runs, in which order, what is retried, and what is kept.
+"""Ray Tune around trial.run: where each trial runs, in which order, what is retried, and what is kept.
 
 One trial takes one bundle {CPU, GPU} of one node (STRICT_PACK), and one node runs one trial at a time. Only the driver
 writes: results reach it through Tune's reports.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from orchestrator.tuning.nodes import Nodes  # isort: skip (it sets what Ray reads when it is imported)
+import orchestrator.cluster  # isort: skip  # noqa: F401 (it sets what Ray reads when it is imported)
 from ray import cloudpickle, tune
 from ray.exceptions import RayActorError, RayError
 from ray.tune.schedulers import FIFOScheduler
@@ -24,6 +24,7 @@ from orchestrator.config import Placement
 from orchestrator.outcome import TrialStatus
 from orchestrator.trial import TrialResult
 from orchestrator.tuning.interrupt import Interrupts
+from orchestrator.tuning.nodes import Nodes
 from orchestrator.tuning.remote import Task, trainable, unpack
 
 # How long the last usable node may be gone before the campaign gives up waiting for one.
