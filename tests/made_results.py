@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.config import EngineSpec, Experiment, Objective, Placement, Search, TrialSpec, Workload
+from orchestrator.engines.base import Speculation
 from orchestrator.measure.metrics import Measurement, Quantity
 from orchestrator.measure.verdict import Level, Reason, Verdict
 from orchestrator.outcome import Fact, TrialStatus
@@ -77,6 +78,6 @@ def result(
         verdicts=dict.fromkeys(measurements, verdict),
         verdict=verdict if measurements else None,
         memory={key: Fact(value=value, source="made") for key, value in (memory or {}).items()},
-        proposals=k or None,
+        speculation=Speculation(proposals=k) if k else None,
         **other,
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from orchestrator import trial
 from orchestrator.config import EngineSpec, Experiment, Objective, Search, Tracking, TrialSpec, Workload
+from orchestrator.engines.base import Speculation
 from orchestrator.measure.metrics import Measurement, Quantity, RequestTrace
 from orchestrator.measure.verdict import Level, Reason, Verdict
 from orchestrator.outcome import Fact, TrialStatus
@@ -82,7 +83,7 @@ def result(made: Experiment, k: int | None, decode: float | None, folder: Path, 
             "kv_tokens": Fact(value=1371214.0, source="GPU KV cache size: 1,371,214 tokens"),
         },
         "memory_series": {"gpu0_gib": [(i * 0.5, min(92.9, i * 2.0)) for i in range(100)]},
-        "proposals": k,
+        "speculation": Speculation(method="dspark", proposals=k) if k else None,
         "phases_s": {"starting": 190.0, "measuring": 60.0},
         "started_at": "2026-11-29T15:00:00+00:00",
         "ended_at": "2026-11-29T15:05:00+00:00",

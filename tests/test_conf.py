@@ -115,7 +115,8 @@ def test_the_sglang_line_carries_the_published_launcher(tmp_path: Path) -> None:
     argv = _argv(native, tmp_path)
     start = argv.index("--tp-size")
     assert argv[start : start + len(published)] == published
-    assert ENGINES["sglang"].plan(native.engine, 21000, tmp_path).proposals == 5
+    assert (planned := ENGINES["sglang"].plan(native.engine, 21000, tmp_path).speculation) is not None
+    assert planned.proposals == 5
 
 
 def test_multicast_stays_off_on_shared_gpu_hosts() -> None:

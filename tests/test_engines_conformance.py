@@ -138,7 +138,7 @@ def test_counters_move_by_what_was_asked(kind: str, start: Start) -> None:
     assert moved["generation_tokens"] == usage["completion_tokens"]
     assert 0 < moved["drafts"] < usage["completion_tokens"]
     assert 0 < moved["accepted_tokens"] < usage["completion_tokens"]
-    assert running.plan.proposals == 5
+    assert running.plan.speculation is not None and running.plan.speculation.proposals == 5
 
 
 @pytest.mark.parametrize("kind", ENGINES)
@@ -147,7 +147,7 @@ def test_without_speculation_nothing_was_drafted(kind: str, start: Start) -> Non
     running.complete()
     seen = running.stats()
     assert (seen.drafts or 0, seen.accepted_tokens or 0) == (0, 0)
-    assert running.plan.proposals is None
+    assert running.plan.speculation is None
 
 
 @pytest.mark.parametrize("kind", ENGINES)

@@ -12,9 +12,11 @@ import pytest
 
 from orchestrator.config import EngineSpec
 from orchestrator.engines import ENGINES, LaunchPlan
+from orchestrator.engines.base import Speculation
 from orchestrator.engines.flags import check_flags, flag_name, known_flags
 from orchestrator.errors import ConfigError
 
+TWO_DRAFTED = {"method": "dspark", "num_speculative_tokens": 2}
 RECORDED = Path(__file__).parent / "recorded"
 PUBLISHED_VLLM = """--served-model-name dsv4-0731 --tokenizer-mode deepseek_v4 --trust-remote-code
 --distributed-executor-backend mp --tensor-parallel-size 2 --max-model-len 1048576 --max-num-batched-tokens 8192
@@ -66,7 +68,7 @@ def test_vllm_published_line_comes_out_flag_by_flag() -> None:
     start = ["vllm", "serve", "deepseek-ai/DeepSeek-V4-Flash-0731", "--host", "127.0.0.1", "--port", "8101"]
     assert list(made.argv) == [*start, *shlex.split(PUBLISHED_VLLM)]
     assert made.env == {"NCCL_P2P_DISABLE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    assert (made.parallel_size, made.proposals, made.synthetic_acceptance) == (2, 6, False)
+    assert (made.parallel_size, made.speculation) == (2, Speculation(method="dspark", proposals=6))
     assert (made.model_name, made.base_url) == ("dsv4-0731", "http://127.0.0.1:8101")
     assert (made.api_key_variable, made.api_key_flag) == ("VLLM_API_KEY", None)
 
@@ -95,7 +97,7 @@ def test_sglang_published_line_comes_out_flag_by_flag() -> None:
     )
     start = "python -m sglang.launch_server --model-path org/model --host 127.0.0.1 --port 8101 --enable-metrics"
     assert list(made.argv) == [*start.split(), "--served-model-name", "dsv4", *shlex.split(PUBLISHED_SGLANG)]
-    assert (made.parallel_size, made.proposals) == (2, 5)
+    assert (made.parallel_size, made.speculation) == (2, Speculation(method="DSPARK", proposals=5))
     assert (made.api_key_variable, made.api_key_flag) == (None, "--api-key")
 
 
@@ -107,7 +109,8 @@ def test_llamacpp_line() -> None:
         *start.split(),
         *["--ctx-size", "8192", "--flash-attn", "on", "--no-mmap", "--spec-type", "ngram-mod", "-ngl", "99"],
     ]
-    assert (made.proposals, made.api_key_variable) == (64, "LLAMA_API_KEY")
+    assert made.speculation == Speculation(method="ngram-mod", proposals=64)
+    assert made.api_key_variable == "LLAMA_API_KEY"
 
 
 @pytest.mark.parametrize(
@@ -217,7 +220,8 @@ def test_parallel_size_that_is_no_number_is_a_config_error(value: object) -> Non
     ],
 )
 def test_proposals_are_comparable_between_engines(kind: str, args: dict[str, Any], proposals: int | None) -> None:
-    assert plan(kind, args).proposals == proposals
+    found = plan(kind, args).speculation
+    assert (found.proposals if found else None) == proposals
 
 
 @pytest.mark.parametrize(
@@ -236,8 +240,10 @@ def test_proposals_are_comparable_between_engines(kind: str, args: dict[str, Any
     ],
 )
 def test_the_method_is_told(kind: str, args: dict[str, Any], method: str | None, forgets: bool) -> None:
-    made = plan(kind, args)
-    assert (made.method, made.forget_path is not None) == (method, forgets)
+    made = plan(kind, args).speculation
+    assert (made is None) == (method is None)
+    if made is not None:
+        assert (made.method, made.forget_path is not None) == (method, forgets)
 
 
 def test_speculation_without_a_number_is_told() -> None:
@@ -252,13 +258,22 @@ def test_false_that_sglang_cannot_be_told_is_a_warning() -> None:
     assert "--enable-multimodal" in made.warnings[0]
 
 
-def test_synthetic_acceptance_is_seen_in_all_three() -> None:
-    synthetic = {"method": "dspark", "num_speculative_tokens": 6, "rejection_sample_method": "synthetic"}
-    assert plan("vllm", {"speculative-config": synthetic}).synthetic_acceptance
-    assert plan("sglang", env={"SGLANG_SIMULATE_ACC_LEN": "3.5"}).synthetic_acceptance
-    assert not plan("sglang", env={"SGLANG_SIMULATE_ACC_LEN": "-1"}).synthetic_acceptance
-    assert plan("llamacpp", {"spec-type": "ngram-mod", "spec-synth-len": 3.5}).synthetic_acceptance
-    assert plan("llamacpp", {"spec-synth-rates": [0.9, 0.5]}).synthetic_acceptance
+@pytest.mark.parametrize(
+    ("kind", "args", "env", "is_synthetic"),
+    [
+        ("vllm", {"speculative-config": {**TWO_DRAFTED, "rejection_sample_method": "synthetic"}}, {}, True),
+        ("vllm", {"speculative-config": TWO_DRAFTED}, {}, False),
+        ("sglang", {"speculative-algorithm": "EAGLE"}, {"SGLANG_SIMULATE_ACC_LEN": "3.5"}, True),
+        ("sglang", {"speculative-algorithm": "EAGLE"}, {"SGLANG_SIMULATE_ACC_LEN": "-1"}, False),
+        ("llamacpp", {"spec-type": "ngram-mod", "spec-synth-len": 3.5}, {}, True),
+        ("llamacpp", {"spec-type": "ngram-mod", "spec-synth-rates": [0.9, 0.5]}, {}, True),
+        ("llamacpp", {"spec-type": "ngram-mod"}, {}, False),
+    ],
+)
+def test_synthetic_acceptance_is_seen(kind: str, args: dict[str, Any], env: dict[str, str], is_synthetic: bool) -> None:
+    found = plan(kind, args, env=env).speculation
+    assert found is not None
+    assert found.is_synthetic is is_synthetic
 
 
 @pytest.mark.parametrize("text", ["not json", "[1]"])

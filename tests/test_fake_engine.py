@@ -443,7 +443,8 @@ def test_the_engine_modules_cannot_tell_the_difference(fake_engine, engine_comma
     plan = module.plan(spec, port, tmp_path)
     assert plan.argv[:3] == tuple(engine_command(dialect))
     launch = parse(list(plan.argv[2:]), Behaviour())
-    assert (launch.model_id, launch.port, launch.proposals) == (plan.model_name, port, plan.proposals)
+    assert (launch.model_id, launch.port) == (plan.model_name, port)
+    assert launch.proposals == (plan.speculation.proposals if plan.speculation else None)
     engine = fake_engine(dialect, *plan.argv[plan.argv.index("--host") :], port=port)
     ask(engine, chat(engine, tokens=60))
     info = engine.get(module.server_info_path) if module.server_info_path else "null"

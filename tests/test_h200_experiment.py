@@ -52,7 +52,8 @@ def test_every_k_on_vllm_has_the_documented_curve(name: str, monkeypatch: pytest
         assert len(rates) == k
         assert rates == pytest.approx([Q**i for i in range(1, k + 1)], abs=1e-4)
         plan = ENGINES["vllm"].plan(point.engine, 21000, Path("work"))
-        assert (plan.proposals, plan.synthetic_acceptance) == (k, True)
+        assert plan.speculation is not None
+        assert (plan.speculation.proposals, plan.speculation.is_synthetic) == (k, True)
         sweep[k] = point
     assert set(sweep) >= {5, 6, 7, 8}
 
@@ -66,12 +67,13 @@ def test_sglang_simulates_the_curves_mean_with_the_same_proposals(monkeypatch: p
     by_name = {point.name: point for point in points("h200_dspark_sglang", monkeypatch)}
     paired = by_name["k5"].engine
     plan = ENGINES["sglang"].plan(paired, 21000, Path("work"))
-    assert (plan.proposals, plan.synthetic_acceptance) == (5, True)
+    assert plan.speculation is not None
+    assert (plan.speculation.proposals, plan.speculation.is_synthetic) == (5, True)
     length = float(paired.env["SGLANG_SIMULATE_ACC_LEN"])
     assert length == pytest.approx(mean_length(5), abs=0.005)
     assert length == round(length)
     without = ENGINES["sglang"].plan(by_name["no-spec"].engine, 21000, Path("work"))
-    assert (without.proposals, without.synthetic_acceptance) == (None, False)
+    assert without.speculation is None
     assert not any("specul" in word for word in without.argv)
 
 
@@ -99,7 +101,10 @@ def test_both_engines_get_the_same_text_and_proposals(monkeypatch: pytest.Monkey
     vllm, sglang = points("h200_smollm2", monkeypatch), points("h200_smollm2_sglang", monkeypatch)
     assert vllm[0].workloads == sglang[0].workloads
     proposals = [
-        {ENGINES[p.engine.kind].plan(p.engine, 21000, Path("work")).proposals for p in sweep}
+        {
+            s.proposals if (s := ENGINES[p.engine.kind].plan(p.engine, 21000, Path("work")).speculation) else None
+            for p in sweep
+        }
         for sweep in (vllm, sglang)
     ]
     assert proposals[0] == proposals[1] == {None, 2, 4}

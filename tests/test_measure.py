@@ -7,12 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 
 from orchestrator.config import Workload
 from orchestrator.engines import ENGINES
+from orchestrator.engines.base import Speculation
 from orchestrator.errors import ConfigError, EngineFailure
 from orchestrator.measure.client import Target
 from orchestrator.measure.run import Stalled, Surroundings, WorkloadRun, appended, measure
@@ -21,7 +21,7 @@ from orchestrator.outcome import Diagnosis, TrialStatus
 
 DIALECTS = ("vllm", "sglang", "llamacpp")
 DSPARK = ("--speculative-config", json.dumps({"method": "dspark", "num_speculative_tokens": 6}))
-SPECULATING = Surroundings(proposals=6, method="dspark")
+SPECULATING = Surroundings(speculation=Speculation(proposals=6, method="dspark"))
 OVERRIDDEN = "WARNING Default vLLM sampling parameters have been overridden by the model's generation_config.json\n"
 METRICS_FLAGS = {"vllm": (), "sglang": ("--enable-metrics",), "llamacpp": ("--metrics",)}
 
@@ -187,26 +187,50 @@ def _fast(**behaviour) -> dict:
         ("counter_reset", (), _fast(counter_reset_after=4), {}, {}),
         ("gpu_shared", (), _fast(), {}, {"foreign_gpu_users": lambda: ("pid 7 (python) on GPU 0",)}),
         ("degenerate_output", (), _fast(loop_text=True), {"output_tokens": 128}, {}),
-        ("acceptance_collapse", DSPARK, {"collapse_after": 0}, {}, {"proposals": 6, "method": "dspark"}),
+        (
+            "acceptance_collapse",
+            DSPARK,
+            {"collapse_after": 0},
+            {},
+            {"speculation": Speculation(proposals=6, method="dspark")},
+        ),
         (
             "acceptance_collapse",
             DSPARK,
             {"acceptance": [0.8, 0.05, 0.04]},
             {},
-            {"proposals": 6, "method": "unheard_of"},
+            {"speculation": Speculation(proposals=6, method="unheard_of")},
         ),
         (
             "drafter_remembers",
             DSPARK,
             {"acceptance": [0.6, 0.4, 0.3, 0.2, 0.1, 0.1], "remembers": True},
             {"num_prompts": 4},
-            {"proposals": 6, "method": "suffix"},
+            {"speculation": Speculation(proposals=6, method="suffix")},
         ),
-        ("nothing_drafted", DSPARK, {"no_drafts": True}, {}, {"proposals": 6, "method": "ngram"}),
-        ("acceptance_collapse", DSPARK, {"no_drafts": True}, {}, {"proposals": 6, "method": "dspark"}),
+        ("nothing_drafted", DSPARK, {"no_drafts": True}, {}, {"speculation": Speculation(proposals=6, method="ngram")}),
+        (
+            "acceptance_collapse",
+            DSPARK,
+            {"no_drafts": True},
+            {},
+            {"speculation": Speculation(proposals=6, method="dspark")},
+        ),
         ("few_repeats", (), _fast(), {"repeats": 2}, {}),
-        ("synthetic_acceptance", DSPARK, {}, {}, {"proposals": 6, "method": "dspark", "synthetic_acceptance": True}),
-        ("random_prompts", DSPARK, {}, {"kind": "tokens", "prompt_tokens": 50}, {"proposals": 6, "method": "dspark"}),
+        (
+            "synthetic_acceptance",
+            DSPARK,
+            {},
+            {},
+            {"speculation": Speculation(proposals=6, method="dspark", is_synthetic=True)},
+        ),
+        (
+            "random_prompts",
+            DSPARK,
+            {},
+            {"kind": "tokens", "prompt_tokens": 50},
+            {"speculation": Speculation(proposals=6, method="dspark")},
+        ),
         ("ramp_and_drain", (), _fast(tokens_per_s=100.0), {"concurrency": 8, "num_prompts": 9}, {}),
         ("bunched_chunks", (), {"tokens_per_s": 200.0, "burst": 8}, {}, {}),
         ("first_chunk_assumed", (), _fast(continuous_usage=False), {}, {}),
@@ -232,13 +256,31 @@ def test_a_code_is_earned(fake_engine, code, flags, behaviour, changes, surround
         ("gpu_shared", (), _fast(), {}, {"foreign_gpu_users": tuple}),
         ("degenerate_output", (), _fast(text="prose"), {"output_tokens": 400}, {}),
         ("degenerate_output", (), _fast(text="code"), {"output_tokens": 400}, {}),
-        ("acceptance_collapse", DSPARK, {"collapse_after": 0}, {}, {"proposals": 6, "synthetic_acceptance": True}),
-        ("acceptance_collapse", DSPARK, {}, {}, {"proposals": 6, "method": "dspark"}),
-        ("drafter_remembers", DSPARK, {"acceptance": [0.6, 0.4, 0.3, 0.2, 0.1, 0.1]}, {}, {"proposals": 6}),
-        ("nothing_drafted", DSPARK, {}, {}, {"proposals": 6, "method": "ngram"}),
-        ("nothing_drafted", DSPARK, {"no_drafts": True}, {"output_tokens": 8}, {"proposals": 6, "method": "ngram"}),
+        (
+            "acceptance_collapse",
+            DSPARK,
+            {"collapse_after": 0},
+            {},
+            {"speculation": Speculation(proposals=6, is_synthetic=True)},
+        ),
+        ("acceptance_collapse", DSPARK, {}, {}, {"speculation": Speculation(proposals=6, method="dspark")}),
+        (
+            "drafter_remembers",
+            DSPARK,
+            {"acceptance": [0.6, 0.4, 0.3, 0.2, 0.1, 0.1]},
+            {},
+            {"speculation": Speculation(proposals=6)},
+        ),
+        ("nothing_drafted", DSPARK, {}, {}, {"speculation": Speculation(proposals=6, method="ngram")}),
+        (
+            "nothing_drafted",
+            DSPARK,
+            {"no_drafts": True},
+            {"output_tokens": 8},
+            {"speculation": Speculation(proposals=6, method="ngram")},
+        ),
         ("nothing_drafted", (), _fast(), {}, {}),
-        ("synthetic_acceptance", DSPARK, {}, {}, {"proposals": 6, "method": "dspark"}),
+        ("synthetic_acceptance", DSPARK, {}, {}, {"speculation": Speculation(proposals=6, method="dspark")}),
         ("random_prompts", (), _fast(), {"kind": "tokens", "prompt_tokens": 50}, {}),
         ("sampling_overridden", (), _fast(), {}, {"log_text": lambda: "INFO started\n"}),
         ("ramp_and_drain", (), _fast(tokens_per_s=200.0), {"concurrency": 3, "num_prompts": 9}, {}),
@@ -253,10 +295,10 @@ def test_a_code_is_not_earned(fake_engine, code, flags, behaviour, changes, surr
 def test_a_drafter_that_learns_from_answers_forgets_them_between_repeats(fake_engine):
     flags = ("--enable-metrics", "--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "5")
     learning = {"acceptance": [0.5, 0.3, 0.2, 0.1], "remembers": True}
-    around = Surroundings(proposals=4, method="NGRAM")
+    around = Surroundings(speculation=Speculation(proposals=4, method="NGRAM"))
     kept = measured(fake_engine("sglang", *flags, **learning), "sglang", around, num_prompts=4)
     assert "drafter_remembers" in codes(kept)
-    around = replace(around, forget_path="/flush_cache?timeout=5")
+    around = Surroundings(speculation=Speculation(proposals=4, method="NGRAM", forget_path="/flush_cache?timeout=5"))
     fresh = measured(fake_engine("sglang", *flags, **learning), "sglang", around, num_prompts=4)
     assert fresh.verdict.level is Level.VALID, fresh.verdict
     assert value(fresh, "acceptance_rate") == pytest.approx(0.275, abs=0.1)

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from orchestrator import report
 from orchestrator.config import Workload
+from orchestrator.engines.base import Speculation
 from orchestrator.measure.metrics import Quantity
 from orchestrator.measure.verdict import Level
 from orchestrator.outcome import Fact, TrialStatus
@@ -268,7 +269,11 @@ def test_a_comparison_names_what_differs_and_only_that(experiment, sweep):
 
 
 def test_a_comparison_warns_of_what_cannot_be_compared(experiment, sweep, tmp_path):
-    synthetic = made.judged(replace(sweep[3].result, synthetic_acceptance=True), Level.SUSPECT, "synthetic_acceptance")
+    synthetic = made.judged(
+        replace(sweep[3].result, speculation=Speculation(proposals=6, is_synthetic=True)),
+        Level.SUSPECT,
+        "synthetic_acceptance",
+    )
     longer = replace(synthetic.spec, workloads={made.WORKLOAD: Workload(output_tokens=2048)})
     document = report.compare(sweep[2], Recorded(result=replace(synthetic, spec=longer))).document()
     notes = " ".join(document["notes"])

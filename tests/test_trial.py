@@ -19,6 +19,7 @@ from launches import KINDS, Ready, alive, gone, marked, program, trial_spec
 
 from orchestrator import trial
 from orchestrator.config import TrialSpec, Workload
+from orchestrator.engines.base import Speculation
 from orchestrator.node import server
 from orchestrator.outcome import Fact, TrialStatus
 from orchestrator.trial import TrialResult
@@ -98,7 +99,7 @@ def test_a_refused_k_is_no_failure_of_the_machine(tmp_path: Path) -> None:
     args = {"speculative-config": {"method": "dspark", "num_speculative_tokens": 4}}
     result = checked_run(trial_spec(tmp_path, args=args, refuse_k=[4]), tmp_path)
     assert (result.status, result.cause) == (TrialStatus.REFUSED, "block_size")
-    assert result.proposals == 4
+    assert result.speculation is not None and result.speculation.proposals == 4
 
 
 def test_what_the_method_should_reach_is_known_to_the_verdict(tmp_path: Path) -> None:
@@ -380,6 +381,19 @@ def test_results_survive_the_way_to_disk_and_back(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         trial.to_json(broken)
     with pytest.raises(ValueError, match="schema_version 2"):
-        trial.from_json(trial.to_json(result).replace('"schema_version": 1', '"schema_version": 2', 1))
+        trial.from_json(trial.to_json(result).replace('"schema_version": 2', '"schema_version": 3', 1))
     with pytest.raises(ValueError, match=r"delimiter|value|Unterminated"):
         trial.from_json(trial.to_json(result)[:-20])
+
+
+def test_a_result_of_version_1_is_read() -> None:
+    text = trial.to_json(TrialResult(spec=trial_spec(Path("."), "vllm"), status=TrialStatus.COMPLETE))
+    document = json.loads(text)
+    del document["speculation"]
+    for known, speculation in (
+        ({"proposals": 4}, Speculation(proposals=4)),
+        ({"proposals": 2, "synthetic_acceptance": True}, Speculation(proposals=2, is_synthetic=True)),
+        ({"proposals": None, "synthetic_acceptance": False}, None),
+    ):
+        earlier = json.dumps({**document, **known, "schema_version": 1})
+        assert trial.from_json(earlier).speculation == speculation

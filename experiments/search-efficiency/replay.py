@@ -27,6 +27,7 @@ import numpy as np
 
 from orchestrator import search
 from orchestrator.config import EngineSpec, Experiment, Objective, Search, TrialSpec, Workload
+from orchestrator.engines.base import Speculation
 from orchestrator.measure.metrics import Measurement, Quantity
 from orchestrator.measure.verdict import Level, Verdict
 from orchestrator.outcome import TrialStatus
@@ -85,7 +86,7 @@ class Replay:
             measurements={WORKLOAD: self.so_far(values)},
             verdict=verdict,
             verdicts={WORKLOAD: verdict},
-            proposals=proposals(spec) or None,
+            speculation=Speculation(proposals=k) if (k := proposals(spec)) else None,
         )
 
     def so_far(self, values: list[float]) -> Measurement:

@@ -16,12 +16,25 @@ from orchestrator.outcome import Diagnosis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """Speculative decoding as one engine start asks for it; None in place of it where nothing is drafted.
+
+    method: where drafts come from, as the engine names it. proposals: draft tokens proposed per step, comparable
+    between engines; None where the engine decides. forget_path: a GET of it makes a drafter forget earlier answers,
+    where it learns from them. is_synthetic: acceptance is simulated.
+    """
+
+    method: str | None = None
+    proposals: int | None = None
+    forget_path: str | None = None
+    is_synthetic: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
     """One engine start, as data. `env` is what is added to the inherited environment.
 
-    parallel_size is the number of GPUs the command line asks for (tensor x pipeline parallel); proposals the number
-    of draft tokens proposed per step, comparable between engines (None: no speculation), method their source.
-    forget_path: a GET of it makes a drafter forget earlier answers, where it learns from them.
+    parallel_size is the number of GPUs the command line asks for (tensor x pipeline parallel).
     api_key_variable or api_key_flag says how the engine is told its key; the key itself is made at the start.
     rendezvous_variable or rendezvous_flag says how it is told the port that its own processes meet on.
     """
@@ -33,10 +46,7 @@ class LaunchPlan:
     model_name: str
     path_prefix: str | None = None
     parallel_size: int = 1
-    proposals: int | None = None
-    method: str | None = None
-    forget_path: str | None = None
-    synthetic_acceptance: bool = False
+    speculation: Speculation | None = None
     api_key_variable: str | None = None
     api_key_flag: str | None = None
     rendezvous_variable: str | None = None

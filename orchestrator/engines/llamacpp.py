@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config import EngineSpec
-from orchestrator.engines.base import EngineStats, LaunchPlan, resolve_command, resolve_model
+from orchestrator.engines.base import EngineStats, LaunchPlan, Speculation, resolve_command, resolve_model
 from orchestrator.engines.diagnosis.explain import explain
 from orchestrator.engines.diagnosis.facts import fact_pattern
 from orchestrator.engines.exposition import read_page
@@ -54,9 +54,7 @@ class LlamaCpp:
             model_name=name,
             path_prefix=path_prefix,
             parallel_size=_parallel_size(spec.args),
-            proposals=_proposals(spec.args),
-            method=",".join(_speculators(spec.args)) or None,
-            synthetic_acceptance=argument(spec.args, "spec-synth-len", "spec-synth-rates") is not None,
+            speculation=_speculation(spec.args),
             api_key_variable="LLAMA_API_KEY",
         )
 
@@ -143,10 +141,13 @@ def _speculators(args: Mapping[str, Any]) -> list[str]:
     return [name for name in names if name and name != "none"]
 
 
-def _proposals(args: Mapping[str, Any]) -> int | None:
-    """The largest number of tokens that any of the chosen speculators proposes at a time."""
+def _speculation(args: Mapping[str, Any]) -> Speculation | None:
+    """Its proposals are the largest number of tokens that any of the chosen speculators proposes at a time."""
     limits = []
     for name in _speculators(args):
         flag, default = _DRAFT_LIMIT.get(name, ("spec-draft-n-max", 3))
         limits.append(whole_number("llama.cpp", args, flag, default=default) or default)
-    return max(limits, default=None)
+    if not limits:
+        return None
+    is_synthetic = argument(args, "spec-synth-len", "spec-synth-rates") is not None
+    return Speculation(method=",".join(_speculators(args)), proposals=max(limits), is_synthetic=is_synthetic)

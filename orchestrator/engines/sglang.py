@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config import EngineSpec
-from orchestrator.engines.base import EngineStats, LaunchPlan, resolve_command, resolve_model
+from orchestrator.engines.base import EngineStats, LaunchPlan, Speculation, resolve_command, resolve_model
 from orchestrator.engines.diagnosis.explain import explain
 from orchestrator.engines.diagnosis.facts import fact_pattern
 from orchestrator.engines.exposition import Page, read_page
@@ -63,8 +63,7 @@ class SGLang:
         argv = [*command, model, "--host", "127.0.0.1", "--port", str(port), "--enable-metrics"]
         if spec.served_model_name:
             argv += ["--served-model-name", spec.served_model_name]
-        method = _method(spec.args)
-        proposals, warnings = _proposals(spec.args, method)
+        speculation, warnings = _speculation(spec)
         warnings += tuple(
             f"{flag_name(key)}: false cannot be said to SGLang and is left out; it may switch it on by itself"
             for key, value in spec.args.items()
@@ -78,11 +77,7 @@ class SGLang:
             model_name=spec.served_model_name or model,
             path_prefix=path_prefix,
             parallel_size=_parallel_size(spec.args),
-            proposals=proposals,
-            method=method,
-            # Its n-gram corpus grows with every answer, and goes with the cache. It waits for idleness that long.
-            forget_path="/flush_cache?timeout=5" if method == "NGRAM" else None,
-            synthetic_acceptance=_simulates_acceptance(spec.env),
+            speculation=speculation,
             api_key_flag="--api-key",
             rendezvous_flag=None if argument(spec.args, "nccl-port", "dist-init-addr") else "--nccl-port",
             warnings=warnings,
@@ -175,10 +170,24 @@ def _method(args: Mapping[str, Any]) -> str | None:
     return None if algorithm == "NONE" else algorithm
 
 
-def _proposals(args: Mapping[str, Any], name: str | None) -> tuple[int | None, tuple[str, ...]]:
-    """Draft tokens proposed per step: one less than speculative-num-draft-tokens, which counts the bonus token."""
-    if name is None:
+def _speculation(spec: EngineSpec) -> tuple[Speculation | None, tuple[str, ...]]:
+    """(the speculation of a spec, warnings)."""
+    method = _method(spec.args)
+    if method is None:
         return None, ()
+    proposals, warnings = _proposals(spec.args, method)
+    speculation = Speculation(
+        method=method,
+        proposals=proposals,
+        # Its n-gram corpus grows with every answer, and goes with the cache. It waits for idleness that long.
+        forget_path="/flush_cache?timeout=5" if method == "NGRAM" else None,
+        is_synthetic=_simulates_acceptance(spec.env),
+    )
+    return speculation, warnings
+
+
+def _proposals(args: Mapping[str, Any], name: str) -> tuple[int | None, tuple[str, ...]]:
+    """Draft tokens proposed per step: one less than speculative-num-draft-tokens, which counts the bonus token."""
     draft_tokens = whole_number("SGLang", args, "speculative-num-draft-tokens")
     block = whole_number("SGLang", args, "speculative-dspark-block-size")
     steps = whole_number("SGLang", args, "speculative-num-steps")

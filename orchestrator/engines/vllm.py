@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config import EngineSpec
-from orchestrator.engines.base import EngineStats, LaunchPlan, resolve_command, resolve_model
+from orchestrator.engines.base import EngineStats, LaunchPlan, Speculation, resolve_command, resolve_model
 from orchestrator.engines.diagnosis.explain import explain
 from orchestrator.engines.diagnosis.facts import fact_pattern
 from orchestrator.engines.exposition import Page, read_page
@@ -64,9 +64,7 @@ class VLLM:
             model_name=spec.served_model_name or model,
             path_prefix=path_prefix,
             parallel_size=_parallel_size(spec.args),
-            proposals=_proposals(speculative),
-            method=str(speculative["method"]) if "method" in speculative else None,
-            synthetic_acceptance=speculative.get("rejection_sample_method") == "synthetic",
+            speculation=_speculation(speculative),
             api_key_variable="VLLM_API_KEY",
             # With data parallelism some versions look for several ports from this one on and never end.
             rendezvous_variable=None if whole_number("vLLM", spec.args, "data-parallel-size", "-dp") else "VLLM_PORT",
@@ -183,10 +181,17 @@ def _speculative_config(args: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
-def _proposals(speculative: Mapping[str, Any]) -> int | None:
+def _speculation(speculative: Mapping[str, Any]) -> Speculation | None:
+    if not speculative:
+        return None
     value = speculative.get("num_speculative_tokens")
     # A value the engine will refuse is the engine's to refuse; it is then no number of proposals either.
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return Speculation(
+        method=str(speculative["method"]) if "method" in speculative else None,
+        proposals=value if is_count else None,
+        is_synthetic=speculative.get("rejection_sample_method") == "synthetic",
+    )
 
 
 def _warnings(speculative: Mapping[str, Any]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
 from orchestrator.config import Workload
-from orchestrator.engines.base import Engine, EngineStats
+from orchestrator.engines.base import Engine, EngineStats, Speculation
 from orchestrator.measure.client import Client, Target
 from orchestrator.measure.metrics import Measurement, RequestTrace, Window, measure_windows
 from orchestrator.measure.verdict import Evidence, Verdict, judge
@@ -38,18 +38,14 @@ class Surroundings:
     """What the caller knows and the client cannot see; the defaults mean unknown.
 
     log_text: the engine's log so far. foreign_gpu_users: who else is on the GPUs, one text each; called from another
-    thread. check_alive: raises EngineFailure when the engine is gone. proposals: draft tokens per step (None: no
-    speculation). method: the speculative method, for the acceptance that is expected of it. forget_path: asked before
-    every repeat, where a drafter would draft the answers of the one before.
+    thread. check_alive: raises EngineFailure when the engine is gone. speculation: None where nothing is drafted; its
+    forget_path is asked before every repeat, where a drafter would draft the answers of the one before.
     """
 
     log_text: Callable[[], str] = lambda: ""
     foreign_gpu_users: Callable[[], tuple[str, ...]] = lambda: ()
     check_alive: Callable[[], None] = lambda: None
-    proposals: int | None = None
-    method: str | None = None
-    forget_path: str | None = None
-    synthetic_acceptance: bool = False
+    speculation: Speculation | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,9 +170,10 @@ class _Job:
     async def _repeat(
         self, client: Client, prompts: Sequence[Prompt], repeat: int, on_done: Callable[[int], None]
     ) -> Window:
-        if self.surroundings.forget_path:
+        speculation = self.surroundings.speculation
+        if speculation is not None and speculation.forget_path:
             # An engine that refuses shows it in its acceptance: `drafter_remembers`.
-            await client.get(self.surroundings.forget_path)
+            await client.get(speculation.forget_path)
         before = await self._stats(client)
         window = await client.run(prompts, self.workload, repeat, check=self.surroundings.check_alive, on_done=on_done)
         return replace(window, before=before, after=await self._stats(client))
@@ -209,9 +206,7 @@ class _Job:
             log=logs[1],
             foreign_gpu_users=foreign,
             text_tokens=tuple(text_tokens),
-            proposals=around.proposals,
-            method=around.method,
-            synthetic_acceptance=around.synthetic_acceptance,
+            speculation=around.speculation,
         )
         measurement = measure_windows(windows, warm_up)
         verdict = judge(self.workload, measurement, windows, evidence)

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from orchestrator.config import Workload
 from orchestrator.engines import compile_lines, override_lines
+from orchestrator.engines.base import Speculation
 from orchestrator.measure.looping import is_looping
 from orchestrator.measure.metrics import (
     Measurement,
@@ -57,9 +58,7 @@ class Evidence:
     log_before: str = ""
     foreign_gpu_users: tuple[str, ...] = ()
     text_tokens: tuple[int | None, ...] = ()
-    proposals: int | None = None
-    method: str | None = None
-    synthetic_acceptance: bool = False
+    speculation: Speculation | None = None
 
 
 # Code -> level. A note tells how to read a number and takes nothing from it.
@@ -303,7 +302,8 @@ def _degenerate_output(workload: Workload, answered: Sequence[RequestTrace]) -> 
 
 
 def _acceptance_collapse(measurement: Measurement, evidence: Evidence) -> Reason | None:
-    if evidence.synthetic_acceptance or not evidence.proposals:
+    speculation = evidence.speculation
+    if speculation is None or speculation.is_synthetic or not speculation.proposals:
         return None
     positions = measurement.acceptance_by_position or ()
     if len(positions) > 1 and positions[0] >= LOW_FIRST_POSITION and positions[1] < LOW_SECOND_SHARE * positions[0]:
@@ -313,12 +313,12 @@ def _acceptance_collapse(measurement: Measurement, evidence: Evidence) -> Reason
             "likely draft weights that were not loaded, or more proposals than the draft was trained for",
         )
     rate = measurement.metrics.get("acceptance_rate")
-    lowest = LOWEST_ACCEPTANCE.get(method_name(evidence.method))
+    lowest = LOWEST_ACCEPTANCE.get(method_name(speculation.method))
     if rate is None or lowest is None or rate.value >= lowest:
         return None
     return Reason(
         code="acceptance_collapse",
-        detail=f"{rate.value:.1%} of the drafted tokens are accepted, {evidence.method} should reach {lowest:.0%}: "
+        detail=f"{rate.value:.1%} of the drafted tokens are accepted, {speculation.method} should reach {lowest:.0%}: "
         "likely draft weights that were not loaded, or proposals that do not fit the draft's block size",
     )
 
@@ -340,11 +340,16 @@ def _drafter_remembers(measurement: Measurement) -> Reason | None:
 
 def _nothing_drafted(windows: Sequence[Window], answered: Sequence[RequestTrace], evidence: Evidence) -> Reason | None:
     """An n-gram may find nothing; a model that drafts nothing does not run."""
-    if not evidence.proposals or {counter_delta(window, "drafts") for window in windows} != {0}:
+    speculation = evidence.speculation
+    if (
+        speculation is None
+        or not speculation.proposals
+        or {counter_delta(window, "drafts") for window in windows} != {0}
+    ):
         return None
     if not any((trace.completion_tokens or 0) >= DRAFTED_FROM_TOKENS for trace in answered):
         return None
-    trained = method_name(evidence.method) in LOWEST_ACCEPTANCE
+    trained = method_name(speculation.method) in LOWEST_ACCEPTANCE
     return Reason(
         code="acceptance_collapse" if trained else "nothing_drafted",
         detail="not one token was drafted: this is the engine without speculation"
@@ -369,13 +374,14 @@ def _few_repeats(windows: Sequence[Window]) -> Reason | None:
 
 
 def _synthetic_acceptance(evidence: Evidence) -> Reason | None:
-    if not evidence.synthetic_acceptance:
+    if evidence.speculation is None or not evidence.speculation.is_synthetic:
         return None
     return Reason(code="synthetic_acceptance", detail="acceptance is simulated: compare only with the like of it")
 
 
 def _random_prompts(workload: Workload, evidence: Evidence) -> Reason | None:
-    if workload.kind != "tokens" or not evidence.proposals or evidence.synthetic_acceptance:
+    speculation = evidence.speculation
+    if workload.kind != "tokens" or speculation is None or not speculation.proposals or speculation.is_synthetic:
         return None
     return Reason(
         code="random_prompts", detail="the prompts are random token ids: acceptance on real text will be another"

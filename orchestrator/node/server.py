@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,7 @@ class Server:
             "gpu_ids": list(self.gpu_ids),
             "base_url": self.plan.base_url,
             "log": str(self.plan.log_path),
-            "proposals": self.plan.proposals,
+            "speculation": None if self.plan.speculation is None else asdict(self.plan.speculation),
             "parallel_size": self.plan.parallel_size,
             "warnings": list(self.plan.warnings),
         }

@@ -63,7 +63,7 @@ class Pair:
             if side.verdict and side.verdict.level is not Level.VALID:
                 codes = ", ".join(dict.fromkeys(reason.code for reason in side.verdict.reasons))
                 found.append(f"{side.spec.name} is {side.verdict.level}: {codes}")
-        if self.a.result.synthetic_acceptance != self.b.result.synthetic_acceptance:
+        if _is_synthetic(self.a.result) != _is_synthetic(self.b.result):
             found.append("one of the two has synthetic acceptance, which is comparable only with its like")
         for workload in self.a.result.measurements.keys() & self.b.result.measurements.keys():
             if self.a.result.spec.workloads.get(workload) != self.b.result.spec.workloads.get(workload):
@@ -137,6 +137,10 @@ def _contrast(workload: str, name: str, a: Measurement | None, b: Measurement | 
         ratio=ratio,
         differs=metrics.differs(right, left) if known else None,
     )
+
+
+def _is_synthetic(result: TrialResult) -> bool:
+    return result.speculation is not None and result.speculation.is_synthetic
 
 
 def _side(recorded: Recorded) -> dict[str, Any]:

@@ -163,12 +163,13 @@ def _labels(row: Mapping[str, str]) -> dict[str, str]:
 def _is_point(result: TrialResult, workload: str, keys: Mapping[str, str]) -> bool:
     """Whether a trial is the point of a row: every column that names a parameter of the trial has its value."""
     spec = result.spec
-    known = flatten({"args": spec.engine.args, "workload": asdict(spec.workloads[workload])})
-    by_last = {key.rpartition(".")[2].replace("-", "_"): brief(found) for key, found in known.items()}
+    settings = flatten({"args": spec.engine.args, "workload": asdict(spec.workloads[workload])})
+    by_last = {key.rpartition(".")[2].replace("-", "_"): brief(found) for key, found in settings.items()}
     checked = 0
     for key, text in keys.items():
         if key in _DRAFT_TOKENS:
-            ours = result.proposals if result.proposals is not None else by_last.get("num_speculative_tokens", 0)
+            known = result.speculation.proposals if result.speculation else None
+            ours = by_last.get("num_speculative_tokens", 0) if known is None else known
         elif key in by_last:
             ours = by_last[key]
         else:

@@ -156,7 +156,7 @@ def _candidates(
                 value=statistics.median(repeats) if len(launches) > 1 and repeats else quantity.value,
                 repeats=repeats,
                 level=max((r.verdict.level for r in launches if r.verdict), key=list(Level).index),
-                proposals=first.proposals or 0,
+                proposals=(first.speculation.proposals or 0) if first.speculation else 0,
                 position=position,
             )
         )

@@ -74,7 +74,7 @@ def verify(experiment: Experiment, result: TrialResult, target: Target, say: Cal
                 ENGINES[result.spec.engine.kind],
                 name,
                 workload,
-                surroundings=Surroundings(proposals=result.proposals, synthetic_acceptance=result.synthetic_acceptance),
+                surroundings=Surroundings(speculation=result.speculation),
             )
             found = judge(experiment, result, failed, run)
             if found.ok or not {reason.code for reason in run.verdict.reasons} & OURS:

@@ -193,7 +193,7 @@ def result_tags(result: TrialResult) -> dict[str, str]:
         "reason": result.reason,
         "lever": result.lever,
         "nonfinite": ", ".join(nonfinite(result)),
-        "synthetic_acceptance": "true" if result.synthetic_acceptance else None,
+        "synthetic_acceptance": "true" if result.speculation and result.speculation.is_synthetic else None,
         "mlflow.note.content": note(result),
     }
     return {key: value[:MAX_TAG_CHARS] for key, value in found.items() if value} | verdict_tags(result)

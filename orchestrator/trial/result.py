@@ -12,12 +12,13 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from orchestrator.config import TrialSpec
+from orchestrator.engines.base import Speculation
 from orchestrator.masking import mask_env
 from orchestrator.measure.metrics import Measurement
 from orchestrator.measure.verdict import Verdict
 from orchestrator.outcome import Fact, TrialStatus
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MEMORY_FACTS = ("model_gib", "kv_available_gib", "kv_tokens", "graph_gib", "peak_activation_gib", "max_concurrency")
 
 
@@ -43,8 +44,7 @@ class TrialResult:
     memory: Mapping[str, Fact] = field(default_factory=dict)
     memory_series: Mapping[str, list[tuple[float, float]]] = field(default_factory=dict)
     facts: Mapping[str, Fact] = field(default_factory=dict)
-    proposals: int | None = None
-    synthetic_acceptance: bool = False
+    speculation: Speculation | None = None
     phases_s: Mapping[str, float] = field(default_factory=dict)
     started_at: str = ""
     ended_at: str = ""
@@ -65,12 +65,21 @@ def to_json(result: TrialResult) -> str:
 
 
 def from_json(text: str | bytes) -> TrialResult:
-    """Read what `to_json` wrote. Raises ValueError on another schema version or a torn file."""
+    """Read what `to_json` wrote, or its version 1. Raises ValueError on another schema version or a torn file."""
     document = json.loads(text)
     version = document.pop("schema_version", None)
-    if version != SCHEMA_VERSION:
-        raise ValueError(f"result.json has schema_version {version}, this program reads {SCHEMA_VERSION}")
+    if version == 1:
+        document = _from_version_1(document)
+    elif version != SCHEMA_VERSION:
+        raise ValueError(f"result.json has schema_version {version}, this program reads 1 and {SCHEMA_VERSION}")
     return _RESULT.validate_python(document)
+
+
+def _from_version_1(document: dict[str, Any]) -> dict[str, Any]:
+    """Version 1 kept two facts about speculation apart, and the method not at all."""
+    proposals, is_synthetic = document.pop("proposals", None), document.pop("synthetic_acceptance", False)
+    known = {"proposals": proposals, "is_synthetic": is_synthetic}
+    return {**document, "speculation": known if proposals is not None or is_synthetic else None}
 
 
 def write_result(result: TrialResult, workdir: Path) -> None:

@@ -158,15 +158,11 @@ class _Story:
             )
             return False
 
-        plan = running.plan
         surroundings = Surroundings(
             log_text=running.log_text,
             foreign_gpu_users=running.foreign_gpu_users,
             check_alive=running.check_alive,
-            proposals=plan.proposals,
-            method=plan.method,
-            forget_path=plan.forget_path,
-            synthetic_acceptance=plan.synthetic_acceptance,
+            speculation=running.plan.speculation,
         )
         run = measure(
             running.target,
@@ -214,7 +210,6 @@ class _Story:
 
     def told(self) -> TrialResult:
         self.enter("")
-        plan = self.server.plan if self.server else None
         outcome = self.outcome
         if self.server:
             alive = self.server.engine.diagnose(self.server.log_text(), None)
@@ -237,8 +232,7 @@ class _Story:
             memory={**memory, **(self.sampler.peaks() if self.sampler else {})},
             memory_series=self.sampler.series if self.sampler else {},
             facts=self.facts,
-            proposals=plan.proposals if plan else None,
-            synthetic_acceptance=plan.synthetic_acceptance if plan else False,
+            speculation=self.server.plan.speculation if self.server else None,
             phases_s=self.phases_s,
             started_at=self.started_at,
             ended_at=_now(),
