@@ -19,11 +19,12 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.paths import FAKE_ENGINE
+
 # A runner in the background, or under nohup, hands ignored signals on to every process that a test starts.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 _OURS = ("VLLM_", "SGLANG_", "LLAMA_", "FAKE_ENGINE", "MLFLOW_", "RAY_", "HF_", "CUDA_", "NCCL_", "ORCHESTRATOR_")
 _FOUND = [name for name in os.environ if name.startswith(_OURS) or name.upper().endswith(("_PROXY", "_API_KEY"))]
 

@@ -1,0 +1,1 @@
+"""What tests share: the stand-in engine, drivers, builders of results. Replaces programs, never our own classes."""

@@ -1,0 +1,170 @@
+"""The parts of a verdict that need no server: log lines, and how reasons add up."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.config import Workload
+from orchestrator.measure.metrics import RequestTrace, Window, measure_windows
+from orchestrator.measure.verdict import LEVELS, Evidence, Level, Reason, Verdict, judge, method_name, verdict_of, worst
+from tests.support.paths import RECORDED, ROOT
+
+
+def answered(count: int = 3, **rest) -> list[Window]:
+    known = {"prompt_tokens": 100, "completion_tokens": 8, "asked_tokens": 8, "finish_reason": "length"}
+    return [
+        Window(
+            traces=(
+                RequestTrace(
+                    **{
+                        "index": 0,
+                        "repeat": repeat,
+                        "shape": "a",
+                        "sent_s": 10.0 * repeat,
+                        "chunk_times_s": (10.0 * repeat + 1, 10.0 * repeat + 2),
+                        "chunk_tokens": (4, 4),
+                        **known,
+                        **rest,
+                    }
+                ),
+            ),
+            wall_s=2.0,
+        )
+        for repeat in range(count)
+    ]
+
+
+def judged(windows: list[Window], **evidence) -> set[str]:
+    warm = [RequestTrace(index=0, repeat=-1, shape="a", sent_s=-5.0)]
+    return {r.code for r in judge(Workload(), measure_windows(windows, warm), windows, Evidence(**evidence)).reasons}
+
+
+def test_nothing_wrong_is_valid():
+    assert judged(answered()) == set()
+
+
+SERVING = [
+    '(APIServer pid=1) INFO:     127.0.0.1:50000 - "POST /v1/chat/completions HTTP/1.1" 200 OK',
+    "(APIServer pid=1) INFO 11-29 14:03:36 [loggers.py:257] Engine 000: Avg prompt throughput: 1.0 tokens/s",
+    "(EngineCore pid=2) INFO 11-29 14:03:36 [compilation.py:317] Enabled custom fusions: norm_quant, act_quant",
+    "[2026-11-29 14:27:53] Decode batch, #running-req: 1, cuda graph: True, gen throughput (token/s): 200.1",
+    "slot print_timing: id  0 | task 5 | draft acceptance = 0.57",
+]
+
+
+@pytest.mark.parametrize("line", SERVING)
+def test_ordinary_lines_of_a_serving_engine_are_not_compiles(line):
+    assert "compile_in_window" not in judged(answered(), log=line)
+
+
+def test_the_compile_lines_of_a_real_engine_are_found():
+    log = (RECORDED / "vllm026_h200_dsv4_dspark.log").read_text(encoding="utf-8")
+    after_ready = log[log.index("Kernel JIT monitor activated") :]
+    lines = [line for line in after_ready.splitlines() if re.search("JIT compilation during|begins to compile", line)]
+    assert len(lines) > 2
+    assert all("compile_in_window" in judged(answered(), log=line) for line in lines)
+    assert "compile_in_window" not in judged(answered(), log=(RECORDED / "vllm_cpu_fail_bad_flag.log").read_text())
+
+
+OVERRIDE = (
+    "(APIServer pid=8267) WARNING 11-29 14:17:18 [model.py:1546] Default vLLM sampling parameters have been "
+    "overridden by the model's `generation_config.json`: `{'top_k': 20, 'repetition_penalty': 1.05}`."
+)
+
+
+def test_sampling_that_the_engine_changes_is_noted_wherever_its_log_says_so():
+    windows = answered()
+    for place in ("log_before", "log"):
+        verdict = judge(Workload(), measure_windows(windows), windows, Evidence(**{place: f"INFO up\n{OVERRIDE}\n"}))
+        note = next(reason for reason in verdict.reasons if reason.code == "sampling_overridden")
+        assert verdict.level is Level.VALID
+        assert "'repetition_penalty': 1.05" in note.detail
+    assert "sampling_overridden" not in judged(answered(), log_before="\n".join(SERVING))
+
+
+def test_cached_tokens_up_to_the_template_are_allowed():
+    # 100 prompt tokens of which 80 are the text: 20 are template and nonce.
+    template, text = answered(cached_tokens=16), answered(cached_tokens=64)
+    assert "prefix_cache_hits" not in judged(template, text_tokens=(80,))
+    assert "prefix_cache_hits" in judged(text, text_tokens=(80,))
+    assert "prefix_cache_hits" not in judged(text)
+    assert "prefix_cache_hits" in judged(answered(cached_tokens=96))
+
+
+def test_an_answer_that_was_cut_without_a_reason_is_short():
+    assert "short_output" in judged(answered(completion_tokens=5, chunk_tokens=(2, 3)))
+    assert "short_output" in judged(answered(completion_tokens=5, chunk_tokens=(2, 3), finish_reason=None))
+    assert "short_output" not in judged(answered(completion_tokens=5, chunk_tokens=(2, 3), finish_reason="stop"))
+
+
+@pytest.mark.parametrize(
+    ("rates", "remembers"),
+    [
+        # SGLang's n-gram corpus, and the same emptied before each repeat (experiments/drafter-memory).
+        ((0.19, 0.85, 0.91, 0.98, 0.98), True),
+        ((0.12, 0.62, 0.84, 0.93, 0.97), True),
+        ((0.07, 0.07, 0.07, 0.09, 0.07), False),
+        # Good at it from the first: what is left to learn shows in the last tenth.
+        ((0.66, 0.97, 0.98), True),
+        # Recorded runs of drafters without a memory.
+        ((0.79, 0.79, 0.81, 0.8, 0.78), False),
+        ((0.37, 0.56, 0.49), False),
+        ((0.54, 0.69, 0.71), False),
+        ((0.61, 0.61, 0.61), False),
+        # Hardly any drafts are right: the rate of a few varies.
+        ((0.05, 0.12, 0.11), False),
+        ((0.5,), False),
+        ((None, 0.9, 0.9), False),
+        ((), False),
+    ],
+)
+def test_a_drafter_that_knows_the_answers_is_told_from_one_that_is_good(rates, remembers):
+    windows = answered()
+    measurement = replace(measure_windows(windows, []), repeats={"acceptance_rate": rates})
+    found = judge(Workload(), measurement, windows, Evidence())
+    assert ("drafter_remembers" in {reason.code for reason in found.reasons}) is remembers
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("DSPARK", "dspark"),
+        ("draft-dspark", "dspark"),
+        ("NEXTN", "mtp"),
+        ("deepseek_mtp", "mtp"),
+        ("mtp", "mtp"),
+        ("STANDALONE", "draft_model"),
+        ("draft_model", "draft_model"),
+        ("draft-simple", "draft_model"),
+        ("ngram", "ngram"),
+        (None, ""),
+    ],
+)
+def test_one_name_for_a_method(spelling, name):
+    assert method_name(spelling) == name
+
+
+def test_reasons_add_up_to_the_worst_level():
+    late, few = Reason(code="client_late", detail="a"), Reason(code="few_repeats", detail="b")
+    note = Reason(code="bunched_chunks", detail="c")
+    assert verdict_of([]) == Verdict(level=Level.VALID)
+    assert verdict_of([note]).level is Level.VALID
+    assert verdict_of([few, note]).level is Level.SUSPECT
+    assert verdict_of([few, late]) == Verdict(level=Level.INVALID, reasons=(few, late))
+    assert worst([verdict_of([few]), verdict_of([few, late]), verdict_of([])]) == verdict_of([few, late])
+    assert worst([]) == Verdict(level=Level.VALID)
+
+
+def test_the_codes_of_the_design_are_here_with_their_levels():
+    design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    section = design.split("## 7. Verdicts", 1)[1].split("\n## ", 1)[0]
+    named = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", section))
+    assert {"prefix_cache_hits", "length_differs"} <= named
+    assert named <= set(LEVELS)
+    definitions = (ROOT / "docs" / "definitions.md").read_text(encoding="utf-8")
+    for code, level in LEVELS.items():
+        word = "note" if level is Level.VALID else level.value
+        assert re.search(rf"^\| `{code}` \| {word} \|", definitions, re.MULTILINE), code

@@ -1,0 +1,31 @@
+"""What the pages say is there: links lead somewhere, and commands name verbs and files that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from orchestrator import __main__ as cli
+from tests.support.paths import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "experiments").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_name_what_exists(page: Path) -> None:
+    verbs = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
+    verbs |= {group.name for group in cli.app.registered_groups}
+    for verb, conf in re.findall(
+        r"-m orchestrator ([a-z]+)(?: (conf/[\w/-]+\.yaml))?", page.read_text(encoding="utf-8")
+    ):
+        assert verb in verbs, f"{page.name} shows the verb {verb}"
+        assert not conf or (ROOT / conf).is_file(), f"{page.name} names {conf}"
