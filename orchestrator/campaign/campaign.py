@@ -16,8 +16,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from orchestrator import search
 from orchestrator.campaign.launches import Account, Event, Launch, Sampler
 from orchestrator.campaign.ledger import Ledger, home_of, model_fingerprint, owned
@@ -359,7 +357,7 @@ def opened(
     with owned(experiment, resume=resume) as ledger:
         planned, skipped = keyed_points(experiment)
         tracker = Tracker(experiment)
-        tracker.close_dead_runs(psutil.pid_exists)
+        tracker.close_dead_runs()
         campaign = Campaign(
             experiment=experiment, ledger=ledger, tracker=tracker, resume=resume, skipped=skipped, on_event=on_event
         )

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from orchestrator.node.keeper import SHM, shared_memory
+from orchestrator.node.process import ProcessId, identify, is_alive
 
 # Value: NAMESPACE:PID:START:LAUNCH of the owner.
 MARKER = "ORCHESTRATOR_OWNER"
@@ -24,7 +25,9 @@ KILL_WAIT_S = 10.0
 
 def new_mark() -> str:
     """A mark that names this process, also after its pid was given to another, and one launch."""
-    return f"{_namespace()}:{os.getpid()}:{_start_ticks(os.getpid())}:{secrets.token_hex(4)}"
+    owner = identify(os.getpid())
+    assert owner is not None
+    return f"{_namespace()}:{owner.pid}:{owner.started}:{secrets.token_hex(4)}"
 
 
 def sweep() -> tuple[int, ...]:
@@ -65,16 +68,7 @@ def _marked() -> Iterator[tuple[psutil.Process, str]]:
 
 def _owner_lives(mark: str) -> bool:
     _, pid, start, _ = mark.split(":")
-    return pid.isdecimal() and _start_ticks(int(pid)) == start
-
-
-def _start_ticks(pid: int) -> str | None:
-    """When a process began, in clock ticks since boot: unlike a time of day it does not move when a clock is set."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return stat.rpartition(")")[2].split()[19]
+    return pid.isdecimal() and is_alive(ProcessId(pid=int(pid), started=start))
 
 
 def _namespace() -> str:

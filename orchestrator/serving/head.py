@@ -1,6 +1,6 @@
 """The local Ray head that a service lives in when no cluster is named: started and ended by us.
 
-The local head outlives the command that started it. Its processes are remembered by pid and creation time in
+The local head outlives the command that started it. Its processes are remembered by pid and start in
 head.json, so that `--stop` ends exactly that head and never another Ray of this machine.
 """
 
@@ -26,17 +26,11 @@ import psutil
 from orchestrator.cluster import alive_nodes, describe_need, num_that_fit
 from orchestrator.config import Placement
 from orchestrator.errors import MachineError
+from orchestrator.node.process import ProcessId, identify, is_alive
+from orchestrator.trial.result import write_text
 
 START_TIMEOUT_S, STOP_GRACE_S = 60.0, 4.0
 OBJECT_STORE_BYTES = 96 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """A process, also after its pid was given to another."""
-
-    pid: int
-    created: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +39,10 @@ class Head:
 
     address: str
     temp_dir: str
-    processes: tuple[Identity, ...]
+    processes: tuple[ProcessId, ...]
 
     def alive(self) -> bool:
-        return all(_process(identity) is not None for identity in self.processes)
+        return all(map(is_alive, self.processes))
 
 
 def local_head(folder: Path) -> Head | None:
@@ -59,7 +53,7 @@ def local_head(folder: Path) -> Head | None:
         return None
     except (OSError, ValueError) as error:
         raise MachineError(f"{folder / 'head.json'}: cannot be read: {error}") from None
-    head = _head(document)
+    head = _head(document, folder / "head.json")
     return head if head.alive() else None
 
 
@@ -97,8 +91,12 @@ def start_head(folder: Path, *, num_gpus: int | None = None, dashboard_port: int
         time.sleep(0.05)
     members = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     servers = [p for p in members if p.pid == process.pid or p.name() in ("gcs_server", "raylet")]
-    head = Head(address=address, temp_dir=temp_dir, processes=tuple(_identity(p) for p in servers))
-    _write(folder / "head.json", json.dumps(asdict(head), indent=1))
+    head = Head(
+        address=address,
+        temp_dir=temp_dir,
+        processes=tuple(known for p in servers if (known := identify(p.pid)) is not None),
+    )
+    write_text(folder / "head.json", json.dumps(asdict(head), indent=1))
     return head
 
 
@@ -107,8 +105,8 @@ def stop_head(folder: Path) -> bool:
     path = folder / "head.json"
     if not path.exists():
         return False
-    head = _head(json.loads(path.read_text(encoding="utf-8")))
-    roots = [process for identity in head.processes if (process := _process(identity)) is not None]
+    head = _head(json.loads(path.read_text(encoding="utf-8")), path)
+    roots = [psutil.Process(known.pid) for known in head.processes if is_alive(known)]
     family = {p for root in roots for p in (root, *_children(root))}
     for signal_of in (psutil.Process.terminate, psutil.Process.kill):
         for process in family:
@@ -116,7 +114,7 @@ def stop_head(folder: Path) -> bool:
                 signal_of(process)
         deadline = time.monotonic() + STOP_GRACE_S
         while family and time.monotonic() < deadline:
-            family = {process for process in family if _lives(process)}
+            family = {process for process in family if _is_running(process)}
             time.sleep(0.05)
     shutil.rmtree(head.temp_dir, ignore_errors=True)
     path.unlink()
@@ -186,26 +184,17 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _head(document: dict[str, Any]) -> Head:
-    processes = tuple(Identity(**each) for each in document["processes"])
-    return Head(address=document["address"], temp_dir=document["temp_dir"], processes=processes)
-
-
-def _identity(process: psutil.Process) -> Identity:
-    return Identity(pid=process.pid, created=process.create_time())
-
-
-def _process(identity: Identity) -> psutil.Process | None:
+def _head(document: dict[str, Any], path: Path) -> Head:
     try:
-        process = psutil.Process(identity.pid)
-        same = abs(process.create_time() - identity.created) < 0.01
-    except psutil.NoSuchProcess:
-        return None
-    return process if same and _lives(process) else None
+        processes = tuple(ProcessId(**each) for each in document["processes"])
+        return Head(address=document["address"], temp_dir=document["temp_dir"], processes=processes)
+    except (KeyError, TypeError):
+        raise MachineError(
+            f"{path}: written by another version of this program; end its `ray start` by hand and remove the file"
+        ) from None
 
 
-def _lives(process: psutil.Process) -> bool:
-    """Also false for what has ended and was not collected by its parent yet."""
+def _is_running(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -217,9 +206,3 @@ def _children(process: psutil.Process) -> Sequence[psutil.Process]:
         return list(process.children(recursive=True))
     except psutil.NoSuchProcess:
         return []
-
-
-def _write(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -79,12 +79,12 @@ class Tracker:
             )
         return str(found.experiment_id)
 
-    def close_dead_runs(self, alive: Callable[[int], bool]) -> int:
+    def close_dead_runs(self) -> int:
         """End as KILLED what a driver of this machine left RUNNING and that is gone. Returns how many."""
         closed = 0
         with self._lock, border(self.uri, "cannot be read"):
             for run in search(self._client, self._experiment_id, "attributes.status = 'RUNNING'"):
-                if driver.is_gone(run.data.tags, alive):
+                if driver.is_gone(run.data.tags):
                     self._client.set_tag(run.info.run_id, "cause", "driver_gone")
                     self._client.set_terminated(run.info.run_id, status="KILLED")
                     closed += 1

@@ -76,7 +76,7 @@ def test_a_pid_that_was_given_to_another_is_left_alone(tmp_path: Path) -> None:
     bystander = subprocess.Popen(["sleep", "60"])
     try:
         state = {"address": "127.0.0.1:1", "temp_dir": str(tmp_path / "ray")}
-        processes = [{"pid": bystander.pid, "created": psutil.Process(bystander.pid).create_time() - 5}]
+        processes = [{"pid": bystander.pid, "started": "another boot/12345"}]
         (tmp_path / "head.json").write_text(json.dumps({**state, "processes": processes}))
         assert local_head(tmp_path) is None
         assert stop_head(tmp_path)

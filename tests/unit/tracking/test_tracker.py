@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -293,20 +292,16 @@ def test_two_drivers_that_create_one_fresh_store_at_once_and_say_nothing(tmp_pat
         assert len(tracking.last_campaign(replace(made.experiment(tmp_path), name=name))) == 3
 
 
-def exists(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
-
-
 def test_runs_of_a_killed_driver_are_closed_and_the_campaign_is_resumed(experiment, tmp_path):
     with driver(tmp_path, experiment.name, "die") as process:
         assert process.stdout.readline() == "running\n"
-        assert Tracker(experiment).close_dead_runs(exists) == 0
+        assert Tracker(experiment).close_dead_runs() == 0
         process.send_signal(signal.SIGKILL)
         process.wait(10)
     assert len(runs_of(experiment, "attributes.status = 'RUNNING'")) == 2
     tracker = Tracker(experiment)
-    assert tracker.close_dead_runs(exists) == 2
-    assert tracker.close_dead_runs(exists) == 0
+    assert tracker.close_dead_runs() == 2
+    assert tracker.close_dead_runs() == 0
     assert runs_of(experiment, "attributes.status = 'RUNNING'") == []
     killed = runs_of(experiment, "attributes.status = 'KILLED'")
     assert {run.data.tags["cause"] for run in killed} == {"driver_gone"}
@@ -316,15 +311,15 @@ def test_runs_of_a_killed_driver_are_closed_and_the_campaign_is_resumed(experime
 def test_a_pid_that_is_used_again_is_not_the_driver(experiment):
     tracker = Tracker(experiment)
     campaign = tracker.start_campaign("")
-    assert tracker.close_dead_runs(exists) == 0
+    assert tracker.close_dead_runs() == 0
     client_of(experiment).set_tag(campaign, "driver_start", "another boot/12345")
-    assert tracker.close_dead_runs(lambda pid: pid == os.getpid()) == 1
+    assert tracker.close_dead_runs() == 1
 
 
 def test_a_driver_on_another_host_is_left_alone(experiment):
     tracker = Tracker(experiment)
     client_of(experiment).set_tag(tracker.start_campaign(""), "driver_host", "elsewhere")
-    assert tracker.close_dead_runs(lambda _: False) == 0
+    assert tracker.close_dead_runs() == 0
 
 
 def test_a_resumed_campaign_is_the_same_run_and_holds_every_result_once(experiment, tmp_path):
