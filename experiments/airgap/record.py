@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from orchestrator import config  # noqa: E402
 from orchestrator.engines import ENGINES  # noqa: E402
 from orchestrator.errors import EngineFailure  # noqa: E402
-from orchestrator.node import server  # noqa: E402
+from orchestrator.node.launch import run_engine  # noqa: E402
 from orchestrator.search import space  # noqa: E402
 
 STREAM: dict[str, Any] = {
@@ -49,7 +49,7 @@ def record(conf: str, name: str, folder: Path) -> int:
     gpu_ids = tuple(str(number) for number in range(placement.gpus))
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            with server.running(
+            with run_engine(
                 engine, spec, workdir=Path(scratch), ports=(placement.ports[0], placement.ports[1]), gpu_ids=gpu_ids
             ) as running:
                 target = running.target

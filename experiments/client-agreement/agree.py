@@ -25,7 +25,8 @@ from orchestrator.config import Workload
 from orchestrator.engines import ENGINES
 from orchestrator.measure.quantity import median, ratio
 from orchestrator.measure.workload import SizedText, build_prompts, load_texts
-from orchestrator.node.server import Server, running
+from orchestrator.node.launch import run_engine
+from orchestrator.node.server import Server
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -61,7 +62,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         workdir = Path(folder)
         engine = ENGINES[experiment.engine.kind]
-        with running(engine, experiment.engine, workdir=workdir, ports=(ports[0], ports[1])) as server:
+        with run_engine(engine, experiment.engine, workdir=workdir, ports=(ports[0], ports[1])) as server:
             for pair in range(asked.pairs):
                 clients = (ours, theirs) if pair % 2 == 0 else (theirs, ours)
                 for order, client in enumerate(clients):

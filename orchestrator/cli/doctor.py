@@ -21,8 +21,9 @@ from orchestrator.engines.flags import check_flags
 from orchestrator.environments import install
 from orchestrator.errors import OrchestratorError
 from orchestrator.measure.workload import load_texts
-from orchestrator.node import claims, gpus, leftovers, memory, server
+from orchestrator.node import claims, gpus, leftovers, memory
 from orchestrator.node.keeper import SHM
+from orchestrator.node.program import check_program
 from orchestrator.tracking import Tracker
 
 # A campaign writes logs and traces, engines write compile caches.
@@ -100,7 +101,7 @@ def _cpus(experiment: Experiment) -> Iterator[Check]:
 
 
 def _gpus(experiment: Experiment) -> Iterator[Check]:
-    seen, wanted = gpus.gpus(), experiment.placement.gpus
+    seen, wanted = gpus.read_gpus(), experiment.placement.gpus
     kinds = ", ".join(f"{count} x {name}" for name, count in Counter(map(str, seen)).items())
     driver = gpus.driver_version()
     here = f"{kinds}; driver {driver}" if seen else "none here" + ("" if driver else ", no NVIDIA driver")
@@ -157,7 +158,7 @@ def _by_engine(experiment: Experiment) -> dict[str, list[TrialSpec]]:
 def _engine(name: str, specs: list[TrialSpec]) -> Iterator[Check]:
     launches = [(spec, dry_run.launch_plan(spec)) for spec in specs]
     spec, plan = launches[0]
-    server.check_program(plan)
+    check_program(plan)
     version = install.engine_version(spec.engine)
     answer = dry_run.ask_help(spec.engine, plan)
     if answer is None:

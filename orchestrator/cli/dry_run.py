@@ -15,7 +15,7 @@ from orchestrator.engines import ENGINES, LaunchPlan
 from orchestrator.engines.flags import check_flags
 from orchestrator.errors import ConfigError, MachineError
 from orchestrator.masking import mask_env
-from orchestrator.node import server
+from orchestrator.node.program import check_program, query_environment, shell_line
 from orchestrator.outcome import TrialStatus
 
 HELP_TIMEOUT_S = 120.0
@@ -53,7 +53,7 @@ class CampaignPlan:
             f"{self.experiment.name}: {len(self.launches)} trials, {self.num_starts} engine starts, each on {where}"
         ]
         for number, (spec, plan) in enumerate(self.launches, start=1):
-            text += ["", f"# {number} {spec.name}", server.shell_line(plan)]
+            text += ["", f"# {number} {spec.name}", shell_line(plan)]
         text += ["", *(f"skipped {name}: {why}" for name, why in self.skipped)] if self.skipped else []
         if self.estimate_s is None:
             text += ["", "No estimate of the time yet: no trial of this experiment has been timed on this machine."]
@@ -100,7 +100,7 @@ def check_startable(experiment: Experiment) -> None:
     # A sampler's points are not known yet; they differ from this one.
     for spec in specs or [trial_spec(experiment, "base", {})]:
         check_model(spec.engine)
-        server.check_program(launch_plan(spec))
+        check_program(launch_plan(spec))
 
 
 def launch_plan(spec: TrialSpec) -> LaunchPlan:
@@ -140,7 +140,7 @@ def ask_help(spec: EngineSpec, plan: LaunchPlan) -> HelpAnswer | None:
     """Ask the engine itself for its flags, in its own environment. None where it is not installed or never answers."""
     command = ENGINES[spec.kind].help_command(spec)
     try:
-        server.check_program(plan)
+        check_program(plan)
         answer = subprocess.run(
             command,
             stdout=subprocess.PIPE,
@@ -150,7 +150,7 @@ def ask_help(spec: EngineSpec, plan: LaunchPlan) -> HelpAnswer | None:
             errors="replace",
             timeout=HELP_TIMEOUT_S,
             check=False,
-            env=server.environment(plan),
+            env=query_environment(plan),
         )
     except (MachineError, OSError, subprocess.TimeoutExpired):
         return None

@@ -85,7 +85,7 @@ def nvml() -> Iterator[bool]:
         pynvml.nvmlShutdown()
 
 
-def gpus(ids: tuple[str, ...] | None = None) -> list[Gpu]:
+def read_gpus(ids: tuple[str, ...] | None = None) -> list[Gpu]:
     """The GPUs of this node, or those named by index, by UUID (or its beginning) or as a MIG slice.
 
     Empty where there is no NVIDIA driver; a name that NVML does not know is left out.
@@ -167,7 +167,7 @@ def _text(value: str | bytes) -> str:
 
 def foreign_users(ids: tuple[str, ...], own_pids: frozenset[int]) -> tuple[str, ...]:
     """Who else is on these GPUs, as `GPU 1: pid 4242 (python) 2.0 GiB`."""
-    return tuple(f"GPU {gpu.index}: {user}" for gpu in gpus(ids) for user in gpu.users if user.pid not in own_pids)
+    return tuple(f"GPU {gpu.index}: {user}" for gpu in read_gpus(ids) for user in gpu.users if user.pid not in own_pids)
 
 
 def wait_until_unused(ids: tuple[str, ...], timeout_s: float) -> tuple[str, ...]:
@@ -180,16 +180,16 @@ def wait_until_unused(ids: tuple[str, ...], timeout_s: float) -> tuple[str, ...]
 
 def hidden_users(ids: tuple[str, ...]) -> frozenset[int]:
     """Pids on these GPUs that this node does not show: in a container NVML may tell the host's pids, also of ours."""
-    return frozenset(user.pid for gpu in gpus(ids) for user in gpu.users if user.name is None)
+    return frozenset(user.pid for gpu in read_gpus(ids) for user in gpu.users if user.name is None)
 
 
 def settled(ids: tuple[str, ...], timeout_s: float) -> dict[str, float | None]:
     """Memory in use per UUID, GiB, once it no longer falls: an engine's memory is freed later than its process dies."""
     deadline = time.monotonic() + timeout_s
-    before = gpus(ids)
+    before = read_gpus(ids)
     while any(not gpu.users and (gpu.used_gib or 0.0) > IDLE_GIB for gpu in before) and time.monotonic() < deadline:
         time.sleep(4 * POLL_S)
-        now = gpus(ids)
+        now = read_gpus(ids)
         falling = [
             b for a, b in zip(before, now, strict=True) if a.used_gib and b.used_gib and b.used_gib < a.used_gib - 0.1
         ]
@@ -208,7 +208,7 @@ def wait_until_free(
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        held = [gpu for gpu in gpus(ids) if not _is_free(gpu, baseline_gib.get(gpu.uuid))]
+        held = [gpu for gpu in read_gpus(ids) if not _is_free(gpu, baseline_gib.get(gpu.uuid))]
         if not held:
             return ()
         if time.monotonic() > deadline:
@@ -235,7 +235,7 @@ def _quarantine(gpu: Gpu, baseline_gib: float | None) -> str:
 def quarantined(ids: tuple[str, ...]) -> tuple[str, ...]:
     """Why these GPUs must not be used: a sentence for each that an earlier trial left occupied and that still is."""
     sentences = []
-    for gpu in gpus(ids):
+    for gpu in read_gpus(ids):
         with contextlib.suppress(FileNotFoundError):
             document = json.loads(_quarantine_file(gpu).read_text(encoding="utf-8"))
             if _is_free(gpu, document["baseline_gib"]):

@@ -76,7 +76,7 @@ class MemorySampler:
                     return
 
     def _sample(self, at_s: float) -> None:
-        for gpu in gpus.gpus(self.gpu_ids) if self.gpu_ids else []:
+        for gpu in gpus.read_gpus(self.gpu_ids) if self.gpu_ids else []:
             self._keep(f"gpu{gpu.index}_used_gib", at_s, gpu.used_gib, gpu.used_source or "")
         if at_s < STARTING_S or at_s - self._tree_seen_s >= TREE_PERIOD_S:
             self._tree, self._tree_seen_s = tree_pids(self.pid), at_s

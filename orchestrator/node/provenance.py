@@ -25,7 +25,7 @@ def provenance(engine_version: str | None) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "num_cpus": os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / gpus.GIB, 1),
-        "gpus": [str(gpu) for gpu in gpus.gpus()],
+        "gpus": [str(gpu) for gpu in gpus.read_gpus()],
         "driver": gpus.driver_version(),
         "topology": gpus.topology(),
         "engine_version": engine_version,

@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import psutil
@@ -21,10 +21,8 @@ import psutil
 from orchestrator.config import EngineSpec
 from orchestrator.errors import EngineFailure
 from orchestrator.measure import client
+from orchestrator.node.server import Server
 from orchestrator.outcome import Diagnosis, TrialStatus
-
-if TYPE_CHECKING:
-    from orchestrator.node.server import Server
 
 # A start of minutes need not be looked at as often as one of a second.
 FIRST_POLL_S, LONGEST_POLL_S = 0.05, 0.5

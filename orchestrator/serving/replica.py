@@ -26,7 +26,8 @@ from orchestrator.config import EngineSpec, Ready, Stop
 from orchestrator.engines import ENGINES
 from orchestrator.errors import ConfigError, EngineFailure
 from orchestrator.masking import MASK
-from orchestrator.node import server
+from orchestrator.node.launch import run_engine
+from orchestrator.node.program import shell_line
 from orchestrator.node.server import Server
 from orchestrator.serving.forward import Backend
 from orchestrator.serving.gateway import GATEWAY, REPORT_PERIOD_S, REPORT_TIMEOUT_S, gateway_name, watched
@@ -123,7 +124,7 @@ class EngineReplica:
         workdir = Path(order.folder) / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         workdir.mkdir(parents=True, exist_ok=True)
         spec = order.spec()
-        return server.running(
+        return run_engine(
             ENGINES[spec.kind],
             spec,
             workdir=workdir,
@@ -144,7 +145,7 @@ class EngineReplica:
         gateway = serve.get_deployment_handle(GATEWAY, gateway_name(serve.get_replica_context().app_name))
         record = {
             **self._order.record,
-            "command_line": server.shell_line(self._server.plan),
+            "command_line": shell_line(self._server.plan),
             "gpus": list(self._gpu_ids),
         }
         async with self._reachable() as backend:

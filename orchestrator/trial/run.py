@@ -18,7 +18,7 @@ from orchestrator.errors import ConfigError, EngineFailure, MachineError
 from orchestrator.measure.metrics import Measurement, RequestTrace
 from orchestrator.measure.run import Stalled, Surroundings, WorkloadRun, measure
 from orchestrator.measure.verdict import worst
-from orchestrator.node import server
+from orchestrator.node.launch import run_engine
 from orchestrator.node.memory import MemorySampler
 from orchestrator.node.provenance import provenance
 from orchestrator.node.server import Server
@@ -59,7 +59,7 @@ def run(
     try:
         _check_assigned(spec, gpu_ids)
         with (
-            server.running(
+            run_engine(
                 engine,
                 spec.engine,
                 workdir=workdir,

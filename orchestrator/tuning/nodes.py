@@ -16,9 +16,9 @@ REFRESH_S = 1.0
 
 def check_local_placement(placement: Placement) -> None:
     """Whether this machine alone could hold one trial; asked before Ray is started. Raises MachineError."""
-    num_gpus, num_cpus = len(gpus.gpus()), os.cpu_count() or 1
+    num_gpus, num_cpus = len(gpus.read_gpus()), os.cpu_count() or 1
     if placement.gpus > num_gpus:
-        seen = ", ".join(gpu.name for gpu in gpus.gpus()) or "none"
+        seen = ", ".join(gpu.name for gpu in gpus.read_gpus()) or "none"
         raise MachineError(
             f"placement.gpus: a trial needs {placement.gpus} GPUs on one node, this machine has {num_gpus} ({seen}); "
             "join a cluster that has such a node with --address, or look at the command lines with --dry-run"

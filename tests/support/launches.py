@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -13,7 +14,9 @@ import psutil
 
 from orchestrator.config import EngineSpec, Placement, Ready, Stop, TrialSpec, Workload
 from orchestrator.engines import ENGINES
+from orchestrator.node.launch import run_engine
 from orchestrator.node.leftovers import MARKER
+from orchestrator.node.server import Server
 from tests.support.paths import FAKE_ENGINE
 
 KINDS = sorted(ENGINES)
@@ -36,6 +39,13 @@ def engine_spec(root: Path, kind: str = "vllm", *, ready: Ready = READY, stop: S
         root=str(root),
         **fields,
     )
+
+
+def run_stand_in(
+    spec: EngineSpec, folder: Path, gpu_ids: tuple[str, ...] = (), **more: Any
+) -> contextlib.AbstractContextManager[Server]:
+    """The engine of `spec`, started as a trial starts it; its files are in `folder`/trial."""
+    return run_engine(ENGINES[spec.kind], spec, workdir=folder / "trial", ports=PORTS, gpu_ids=gpu_ids, **more)
 
 
 def program(folder: Path, source: str) -> list[str]:

@@ -14,23 +14,20 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config import EngineSpec
-from orchestrator.engines import ENGINES
 from orchestrator.errors import EngineFailure, MachineError
-from orchestrator.node import claims, gpus, server
+from orchestrator.node import claims, gpus, launch
 from orchestrator.node.memory import MemorySampler
 from orchestrator.node.provenance import provenance
 from tests.support.fake_nvml import FakeNvml
-from tests.support.launches import engine_spec, program
-from tests.support.paths import ROOT, TESTS
-
-PORTS = (23000, 23999)
+from tests.support.launches import engine_spec, program, run_stand_in
+from tests.support.paths import ROOT
 
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     """A node with a management library and no GPU yet, and with no earlier claims or quarantines."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(server, "GPU_BUSY_PATIENCE_S", 0.5)
+    monkeypatch.setattr(launch, "GPU_BUSY_PATIENCE_S", 0.5)
     fake = FakeNvml(tmp_path)
     fake.load(monkeypatch)
     return fake
@@ -52,7 +49,7 @@ def used_by_engine(node: FakeNvml, folder: Path, mib: int = 40_000, gpu: int = 0
 
 
 def test_without_a_driver_nothing_is_known() -> None:
-    assert gpus.gpus() == []
+    assert gpus.read_gpus() == []
     assert gpus.topology() == []
     assert gpus.driver_version() is None
     assert gpus.foreign_users(("0",), frozenset()) == ()
@@ -61,7 +58,7 @@ def test_without_a_driver_nothing_is_known() -> None:
 
 def test_memory_and_users_per_gpu(node: FakeNvml, neighbour: subprocess.Popen[bytes]) -> None:
     node.gpu("GPU-aaaa").gpu("GPU-bbbb").pid(1, neighbour.pid, 2048)
-    first, second = gpus.gpus()
+    first, second = gpus.read_gpus()
     assert (first.index, first.uuid, str(first)) == (0, "GPU-aaaa", "NVIDIA H200 140 GiB")
     assert first.used_gib == pytest.approx(500 / 1024)
     assert (first.users, first.used_source) == ((), "NVML")
@@ -78,7 +75,7 @@ def test_memory_that_is_not_told_is_summed_over_the_processes(
     node.gpu("GPU-aaaa", flags="nomem").gpu("GPU-bbbb", flags="nomem").gpu("GPU-cccc", flags="nomem,noval")
     node.gpu("GPU-dddd", flags="nomem,nopid")
     node.pid(0, neighbour.pid, 2048).pid(2, neighbour.pid, 2048).pid(3, neighbour.pid, 2048)
-    summed, idle, unknown, silent = gpus.gpus()
+    summed, idle, unknown, silent = gpus.read_gpus()
     assert (summed.used_gib, summed.total_gib) == (2.0, None)
     assert summed.used_source == "NVML, sum over the processes"
     # Never 0: nobody there and nothing told is not "nothing in use".
@@ -88,15 +85,15 @@ def test_memory_that_is_not_told_is_summed_over_the_processes(
 
 def test_gpus_by_index_uuid_and_slice(node: FakeNvml) -> None:
     node.gpu("GPU-aaaa-1111").gpu("GPU-bbbb-2222").mig("MIG-cccc", 1)
-    assert [gpu.uuid for gpu in gpus.gpus(("1", "GPU-aaaa"))] == ["GPU-bbbb-2222", "GPU-aaaa-1111"]
-    (piece,) = gpus.gpus(("MIG-cccc",))
+    assert [gpu.uuid for gpu in gpus.read_gpus(("1", "GPU-aaaa"))] == ["GPU-bbbb-2222", "GPU-aaaa-1111"]
+    (piece,) = gpus.read_gpus(("MIG-cccc",))
     assert (piece.index, piece.uuid, piece.total_gib) == (1, "MIG-cccc", pytest.approx(20_000 / 1024))
-    assert gpus.gpus(("7", "MIG-none", "GPU-none")) == []
+    assert gpus.read_gpus(("7", "MIG-none", "GPU-none")) == []
 
 
 def test_a_lost_gpu_does_not_hide_the_others(node: FakeNvml) -> None:
     node.gpu("GPU-aaaa", flags="lost").gpu("GPU-bbbb")
-    lost, healthy = gpus.gpus()
+    lost, healthy = gpus.read_gpus()
     assert "lost" in (lost.fault or "")
     assert healthy.fault is None
     assert [link["pair"] for link in gpus.topology()] == []
@@ -186,12 +183,8 @@ def test_memory_over_time(node: FakeNvml, tmp_path: Path) -> None:
     assert 0.01 < peaks["host_rss_peak_gib"].value < 10
 
 
-def running(spec: EngineSpec, folder: Path, gpu_ids: tuple[str, ...]) -> server.contextlib.AbstractContextManager:
-    return server.running(ENGINES[spec.kind], spec, workdir=folder / "trial", ports=PORTS, gpu_ids=gpu_ids)
-
-
 def refusal(spec: EngineSpec, folder: Path, gpu_ids: tuple[str, ...]) -> str:
-    with pytest.raises(EngineFailure) as caught, running(spec, folder, gpu_ids):
+    with pytest.raises(EngineFailure) as caught, run_stand_in(spec, folder, gpu_ids):
         pytest.fail("it was started")
     assert caught.value.diagnosis.cause == "gpu_busy"
     assert caught.value.diagnosis.status == "infrastructure"
@@ -205,7 +198,7 @@ def test_a_busy_gpu_is_refused_with_the_pid_and_name_of_its_user(
     node.gpu("GPU-aaaa").gpu("GPU-bbbb").pid(1, neighbour.pid, 2048)
     summary = refusal(engine_spec(tmp_path, args={"tensor-parallel-size": 2}), tmp_path, ("0", "1"))
     assert f"GPU 1: pid {neighbour.pid} (sleep) 2.0 GiB" in summary
-    with running(engine_spec(tmp_path), tmp_path, ("0",)) as alone:
+    with run_stand_in(engine_spec(tmp_path), tmp_path, ("0",)) as alone:
         assert alone.foreign_gpu_users() == ()
 
 
@@ -213,12 +206,12 @@ def test_the_next_start_comes_after_the_memory_is_free(node: FakeNvml, tmp_path:
     node.gpu("GPU-aaaa", decay_s=4.0)
     record = used_by_engine(node, tmp_path)
     spec = engine_spec(tmp_path, record=str(record), children=str(tmp_path / "children"))
-    with running(spec, tmp_path, ("0",)) as first:
-        assert gpus.gpus(("0",))[0].used_gib == pytest.approx(40_500 / 1024)
+    with run_stand_in(spec, tmp_path, ("0",)) as first:
+        assert gpus.read_gpus(("0",))[0].used_gib == pytest.approx(40_500 / 1024)
         # It is the engine's own: nobody else is on the GPU.
         assert first.foreign_gpu_users() == ()
     assert first.held == ()
-    with running(spec, tmp_path, ("0",)):
+    with run_stand_in(spec, tmp_path, ("0",)):
         pass
     starts = [json.loads(line)["time_s"] for line in record.read_text().splitlines()]
     assert starts[1] - starts[0] > 4.0
@@ -228,12 +221,11 @@ def test_a_start_on_the_gpu_of_an_owner_that_was_just_killed(node: FakeNvml, tmp
     node.gpu("GPU-aaaa", decay_s=3.0)
     record = used_by_engine(node, tmp_path)
     source = f"""
-sys.path[:0] = {[str(TESTS), str(ROOT)]!r}
+sys.path[:0] = [{str(ROOT)!r}]
 import tempfile; tempfile.tempdir = {str(tmp_path)!r}
 from pathlib import Path
-from test_host import running
-from tests.support.launches import engine_spec
-with running(engine_spec(Path({str(tmp_path)!r}), record={str(record)!r}), Path({str(tmp_path)!r}), ("0",)):
+from tests.support.launches import engine_spec, run_stand_in
+with run_stand_in(engine_spec(Path({str(tmp_path)!r}), record={str(record)!r}), Path({str(tmp_path)!r}), ("0",)):
     print("up", flush=True)
     time.sleep(60)
 """
@@ -243,7 +235,7 @@ with running(engine_spec(Path({str(tmp_path)!r}), record={str(record)!r}), Path(
         assert owner.stdout.readline() == b"up\n"
         owner.kill()
     killed_s = time.time()
-    with running(engine_spec(tmp_path, record=str(record)), tmp_path / "next", ("0",)) as following:
+    with run_stand_in(engine_spec(tmp_path, record=str(record)), tmp_path / "next", ("0",)) as following:
         assert following.foreign_gpu_users() == ()
     starts = [json.loads(line)["time_s"] for line in record.read_text().splitlines()]
     assert len(starts) == 2
@@ -255,7 +247,7 @@ def test_a_neighbour_that_comes_while_it_runs_is_seen(
 ) -> None:
     node.gpu("GPU-aaaa")
     record = used_by_engine(node, tmp_path)
-    with running(engine_spec(tmp_path, record=str(record)), tmp_path, ("0",)) as started:
+    with run_stand_in(engine_spec(tmp_path, record=str(record)), tmp_path, ("0",)) as started:
         assert started.foreign_gpu_users() == ()
         node.pid(0, neighbour.pid, 1024)
         assert started.foreign_gpu_users() == (f"GPU 0: pid {neighbour.pid} (sleep) 1.0 GiB",)
@@ -268,8 +260,8 @@ def test_pids_of_another_namespace_are_the_engines_own_when_they_came_with_it(
 ) -> None:
     node.gpu("GPU-aaaa", flags="hostpid")
     record = used_by_engine(node, tmp_path)
-    with running(engine_spec(tmp_path, record=str(record)), tmp_path, ("0",)) as started:
-        assert gpus.gpus(("0",))[0].users[0].pid == started.pid + 10_000_000
+    with run_stand_in(engine_spec(tmp_path, record=str(record)), tmp_path, ("0",)) as started:
+        assert gpus.read_gpus(("0",))[0].users[0].pid == started.pid + 10_000_000
         assert started.foreign_gpu_users() == ()
         node.pid(0, neighbour.pid, 1024)
         hidden = f"GPU 0: pid {neighbour.pid + 10_000_000} (not visible from here) 1.0 GiB"
@@ -280,9 +272,9 @@ def test_pids_of_another_namespace_are_the_engines_own_when_they_came_with_it(
 
 def test_one_gpu_is_never_given_to_two_engines(node: FakeNvml, tmp_path: Path) -> None:
     node.gpu("GPU-aaaa").gpu("GPU-bbbb")
-    with running(engine_spec(tmp_path), tmp_path / "a", ("0",)):
+    with run_stand_in(engine_spec(tmp_path), tmp_path / "a", ("0",)):
         assert "GPU 0: another engine of ours has it" in refusal(engine_spec(tmp_path), tmp_path / "b", ("0",))
-        with running(engine_spec(tmp_path), tmp_path / "c", ("1",)):
+        with run_stand_in(engine_spec(tmp_path), tmp_path / "c", ("1",)):
             pass
 
 
@@ -291,7 +283,7 @@ def test_a_gpu_that_is_lost_or_not_there(node: FakeNvml, tmp_path: Path) -> None
     assert "GPU 0: GPU is lost" in refusal(engine_spec(tmp_path), tmp_path, ("0",))
     with (
         pytest.raises(MachineError, match="was given the GPUs 4; this node has 0"),
-        running(engine_spec(tmp_path), tmp_path, ("4",)),
+        run_stand_in(engine_spec(tmp_path), tmp_path, ("4",)),
     ):
         pass
 
@@ -328,7 +320,7 @@ with claims.gpus_claimed(["GPU-aaaa"]), claims.scrap_folder() as scraps:
 
 def test_pynvml_finds_the_library_as_it_finds_the_real_one(tmp_path: Path) -> None:
     node = FakeNvml(tmp_path).gpu("GPU-aaaa").gpu("GPU-bbbb")
-    code = "from orchestrator.node import gpus; print([gpu.uuid for gpu in gpus.gpus()])"
+    code = "from orchestrator.node import gpus; print([gpu.uuid for gpu in gpus.read_gpus()])"
     answer = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, **node.env},

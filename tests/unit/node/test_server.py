@@ -1,4 +1,4 @@
-"""server.running over the stand-ins: ready means ready, and afterwards nothing is left, whoever was killed."""
+"""launch.run_engine over the stand-ins: ready means ready, and afterwards nothing is left, whoever was killed."""
 
 from __future__ import annotations
 
@@ -20,25 +20,20 @@ import psutil
 import pytest
 
 from orchestrator.config import EngineSpec, Ready
-from orchestrator.engines import ENGINES
 from orchestrator.errors import EngineFailure, MachineError
 from orchestrator.measure import client
-from orchestrator.node import claims, leftovers, server
+from orchestrator.node import claims, leftovers
+from orchestrator.node.launch import new_key
+from orchestrator.node.program import shell_line
 from orchestrator.node.server import Server
-from tests.support.launches import KINDS, PORTS, alive, engine_spec, gone, marked, program, written_pids
-from tests.support.paths import TESTS
-
-
-@contextlib.contextmanager
-def started(spec: EngineSpec, folder: Path, **more: object) -> Iterator[Server]:
-    with server.running(ENGINES[spec.kind], spec, workdir=folder / "trial", ports=PORTS, **more) as running:
-        yield running
+from tests.support.launches import KINDS, alive, engine_spec, gone, marked, program, run_stand_in, written_pids
+from tests.support.paths import ROOT
 
 
 def failure_of(spec: EngineSpec, folder: Path, **more: object) -> tuple[EngineFailure, float]:
     """How it failed to become ready, and after how many seconds."""
     began = time.monotonic()
-    with pytest.raises(EngineFailure) as caught, started(spec, folder, **more):
+    with pytest.raises(EngineFailure) as caught, run_stand_in(spec, folder, **more):
         pytest.fail("it became ready")
     assert marked() == []
     return caught.value, time.monotonic() - began
@@ -49,7 +44,7 @@ def test_an_engine_comes_answers_and_leaves_nothing(tmp_path: Path, kind: str) -
     descriptors = psutil.Process().num_fds()
     children = tmp_path / "children"
     spec = engine_spec(tmp_path, kind, children=str(children), shm_file=True, lock_cache=True)
-    with started(spec, tmp_path) as running:
+    with run_stand_in(spec, tmp_path) as running:
         assert client.list_models(running.target.base_url, running.target.api_key) == ["org/model"]
         assert client.one_completion(running.target)
         pids = [running.keeper.pid, running.pid, *written_pids(children)]
@@ -72,17 +67,17 @@ def test_an_engine_comes_answers_and_leaves_nothing(tmp_path: Path, kind: str) -
 def test_ready_is_not_believed_too_early(tmp_path: Path, kind: str) -> None:
     spec = engine_spec(tmp_path, kind, models_early=True, load_s=0.5, health_late_s=0.7, completion_500_s=0.8)
     began = time.monotonic()
-    with started(spec, tmp_path) as running:
+    with run_stand_in(spec, tmp_path) as running:
         assert time.monotonic() - began > 2.0
         assert client.one_completion(running.target)
 
 
 def test_the_key_is_asked_for_and_is_written_nowhere(tmp_path: Path) -> None:
     spec = engine_spec(tmp_path, "sglang", env={"HF_TOKEN": "hf-secret"})
-    with started(spec, tmp_path) as running:
+    with run_stand_in(spec, tmp_path) as running:
         with pytest.raises(client.RequestError, match="401"):
             client.list_models(running.target.base_url, "wrong")
-        written = json.dumps(running.record()) + running.log_text() + server.shell_line(running.plan)
+        written = json.dumps(running.record()) + running.log_text() + shell_line(running.plan)
     assert running.target.api_key not in written
     assert "hf-secret" not in written
     assert running.record()["env"]["HF_TOKEN"] == "****"
@@ -90,7 +85,7 @@ def test_the_key_is_asked_for_and_is_written_nowhere(tmp_path: Path) -> None:
 
 def test_a_key_is_never_taken_for_a_flag() -> None:
     # One in 64 of the keys that secrets.token_urlsafe makes begins with a dash, which ends argparse.
-    keys = {server.new_key() for _ in range(2000)}
+    keys = {new_key() for _ in range(2000)}
     assert len(keys) == 2000
     assert all(key.isalnum() and len(key) == 48 for key in keys)
 
@@ -105,7 +100,7 @@ def test_a_dead_engine_ends_the_wait_at_once(tmp_path: Path) -> None:
 
 def test_slow_progress_is_waited_for(tmp_path: Path) -> None:
     spec = engine_spec(tmp_path, load_s=4.0, ready=Ready(timeout_s=60.0, stall_s=2.5))
-    with started(spec, tmp_path) as running:
+    with run_stand_in(spec, tmp_path) as running:
         assert running.exit_code is None
 
 
@@ -249,7 +244,7 @@ def test_eight_starts_at_once_share_no_port_and_no_cache(tmp_path: Path) -> None
 
     def start(number: int) -> tuple[str, str, str]:
         spec = engine_spec(tmp_path, KINDS[number % 3], lock_cache=True, record=str(record))
-        with started(spec, tmp_path / str(number)) as running:
+        with run_stand_in(spec, tmp_path / str(number)) as running:
             together.wait(60)
             return running.plan.base_url, running.given_env["TRITON_CACHE_DIR"], running.given_env["TMPDIR"]
 
@@ -264,10 +259,10 @@ def test_eight_starts_at_once_share_no_port_and_no_cache(tmp_path: Path) -> None
 
 
 def test_a_cache_persists_unless_it_is_damaged(tmp_path: Path) -> None:
-    with started(engine_spec(tmp_path, lock_cache=True), tmp_path) as running:
+    with run_stand_in(engine_spec(tmp_path, lock_cache=True), tmp_path) as running:
         cache = Path(running.given_env["VLLM_CACHE_ROOT"])
         (cache / "kernel").touch()
-    with started(engine_spec(tmp_path), tmp_path) as running:
+    with run_stand_in(engine_spec(tmp_path), tmp_path) as running:
         assert Path(running.given_env["VLLM_CACHE_ROOT"]) == cache
         assert (cache / "kernel").exists()
     torn = "_pickle.UnpicklingError: pickle data was truncated\n"
@@ -293,7 +288,7 @@ def test_what_an_engine_must_not_inherit(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setenv(name, value)
     record = tmp_path / "record"
     names = [*inherited, "NCCL_DEBUG", "UNRELATED", "VLLM_PORT", "CUDA_DEVICE_ORDER"]
-    with started(engine_spec(tmp_path, record=str(record), record_env=names), tmp_path) as running:
+    with run_stand_in(engine_spec(tmp_path, record=str(record), record_env=names), tmp_path) as running:
         given = running.record()["given_env"]
         assert running.target.api_key != "someone-elses"
         port = int(running.plan.base_url.rsplit(":", 1)[1])
@@ -313,21 +308,24 @@ def test_the_gpus_that_were_assigned_are_the_ones_it_sees(tmp_path: Path) -> Non
     record = tmp_path / "record"
     args = {"tensor-parallel-size": 2}
     spec = engine_spec(tmp_path, record=str(record), record_env=["CUDA_VISIBLE_DEVICES"], args=args)
-    with started(spec, tmp_path, gpu_ids=("5", "3")) as running:
+    with run_stand_in(spec, tmp_path, gpu_ids=("5", "3")) as running:
         assert running.record()["gpu_ids"] == ["5", "3"]
     assert json.loads(record.read_text())["env"]["CUDA_VISIBLE_DEVICES"] == "5,3"
-    with pytest.raises(MachineError, match=r"asks for 2 GPUs .* given 1: 0"), started(spec, tmp_path, gpu_ids=("0",)):
+    with (
+        pytest.raises(MachineError, match=r"asks for 2 GPUs .* given 1: 0"),
+        run_stand_in(spec, tmp_path, gpu_ids=("0",)),
+    ):
         pass
 
 
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     spec = engine_spec(tmp_path, command=["no-such-engine", "serve"])
-    with pytest.raises(MachineError, match="no-such-engine: there is no such program"), started(spec, tmp_path):
+    with pytest.raises(MachineError, match="no-such-engine: there is no such program"), run_stand_in(spec, tmp_path):
         pass
 
 
 def test_a_log_of_50_mb_is_kept_whole_and_read_in_part(tmp_path: Path) -> None:
-    with started(engine_spec(tmp_path, log_mib=50), tmp_path) as running:
+    with run_stand_in(engine_spec(tmp_path, log_mib=50), tmp_path) as running:
         assert running.plan.log_path.stat().st_size > 50 << 20
         began = time.monotonic()
         text = running.log_text()
@@ -339,8 +337,8 @@ def test_a_log_of_50_mb_is_kept_whole_and_read_in_part(tmp_path: Path) -> None:
 
 def test_a_killed_keeper_is_noticed_and_its_engine_ended(tmp_path: Path) -> None:
     children = tmp_path / "children"
-    with started(engine_spec(tmp_path), tmp_path / "other") as other:
-        with started(engine_spec(tmp_path, children=str(children)), tmp_path) as running:
+    with run_stand_in(engine_spec(tmp_path), tmp_path / "other") as other:
+        with run_stand_in(engine_spec(tmp_path, children=str(children)), tmp_path) as running:
             pids = [running.pid, *written_pids(children)]
             running.keeper.send_signal(signal.SIGKILL)
             assert running.wait(10)
@@ -354,7 +352,7 @@ def test_a_killed_keeper_is_noticed_and_its_engine_ended(tmp_path: Path) -> None
 
 
 def test_an_engine_that_dies_while_it_serves(tmp_path: Path) -> None:
-    with started(engine_spec(tmp_path, die_after_s=0.5, die_signal="SIGSEGV"), tmp_path) as running:
+    with run_stand_in(engine_spec(tmp_path, die_after_s=0.5, die_signal="SIGSEGV"), tmp_path) as running:
         assert running.wait(10) or running.exit_code is not None
         with pytest.raises(EngineFailure) as caught:
             running.check_alive()
@@ -367,10 +365,10 @@ import sys, time
 from pathlib import Path
 sys.path[:0] = {paths!r}
 from tests.support.launches import Stop, engine_spec
-from orchestrator.node import server
+from orchestrator.node.launch import run_engine
 from orchestrator.engines import ENGINES
 root = Path({root!r})
-with server.running(ENGINES["vllm"], engine_spec(root, children=str(root / "children"), ignore_sigterm=True, {more}),
+with run_engine(ENGINES["vllm"], engine_spec(root, children=str(root / "children"), ignore_sigterm=True, {more}),
                     workdir=root / "trial", ports=(23000, 23999),
                     on_start=lambda s: (root / "keeper").write_text(str(s.keeper.pid))) as running:
     (root / "ready").write_text(f"{{running.keeper.pid}} {{running.pid}}")
@@ -381,8 +379,7 @@ with server.running(ENGINES["vllm"], engine_spec(root, children=str(root / "chil
 @contextlib.contextmanager
 def driver(root: Path, awaited: str = "ready", more: str = "") -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
     """A process that holds an engine which ignores TERM, with the pids of all below it."""
-    here = TESTS
-    text = DRIVER.format(paths=[str(here), str(here.parent)], root=str(root), more=more)
+    text = DRIVER.format(paths=[str(ROOT)], root=str(root), more=more)
     owner = subprocess.Popen([sys.executable, "-c", text], start_new_session=True)
     try:
         pids = written_pids(root / awaited, 1 if awaited == "keeper" else 2, 60.0)
@@ -427,7 +424,7 @@ def test_owner_and_keeper_are_killed_together(tmp_path: Path) -> None:
         assert gone([keeper, engine], 5.0)
         assert [process.pid for process in leftovers.abandoned() if process.pid in children] == sorted(children)
         # The next start on this node, whoever makes it, sweeps first.
-        with started(engine_spec(tmp_path), tmp_path / "next"):
+        with run_stand_in(engine_spec(tmp_path), tmp_path / "next"):
             assert gone(children, 0.0)
 
 

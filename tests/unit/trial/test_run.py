@@ -18,7 +18,7 @@ import pytest
 from orchestrator import trial
 from orchestrator.config import TrialSpec, Workload
 from orchestrator.engines.base import Speculation
-from orchestrator.node import server
+from orchestrator.node import launch
 from orchestrator.outcome import Fact, TrialStatus
 from orchestrator.trial import TrialResult
 from orchestrator.trial.run import run
@@ -264,7 +264,7 @@ def test_prompts_that_are_not_there_are_told(tmp_path: Path) -> None:
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(server, "GPU_RELEASE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(launch, "GPU_RELEASE_TIMEOUT_S", 1.0)
     fake = FakeNvml(tmp_path)
     fake.load(monkeypatch)
     return fake
@@ -381,7 +381,7 @@ def test_results_survive_the_way_to_disk_and_back(tmp_path: Path) -> None:
     broken = replace(result, facts={"k_gib": Fact(value=math.nan, source="")})
     with pytest.raises(ValueError, match="JSON"):
         trial.to_json(broken)
-    with pytest.raises(ValueError, match="schema_version 2"):
+    with pytest.raises(ValueError, match="schema_version 3"):
         trial.from_json(trial.to_json(result).replace('"schema_version": 2', '"schema_version": 3', 1))
     with pytest.raises(ValueError, match=r"delimiter|value|Unterminated"):
         trial.from_json(trial.to_json(result)[:-20])
