@@ -1,5 +1,6 @@
 """YAML -> Experiment -> TrialSpec. The only room that knows OmegaConf; everything that leaves it is frozen data."""
 
+from orchestrator.config.loading import flatten, load, parse_value, point_builder, to_yaml, trial_spec
 from orchestrator.config.schema import (
     Confirm,
     EngineSpec,
@@ -16,11 +17,6 @@ from orchestrator.config.schema import (
     Verify,
     Workload,
     WorkloadKind,
-    flatten,
-    load,
-    parse_value,
-    to_yaml,
-    trial_spec,
 )
 
 __all__ = [
@@ -42,6 +38,7 @@ __all__ = [
     "flatten",
     "load",
     "parse_value",
+    "point_builder",
     "to_yaml",
     "trial_spec",
 ]

@@ -8,7 +8,7 @@ from orchestrator.search.comparison import baseline, pareto, with_campaign_metri
 from orchestrator.search.objective import score, value
 from orchestrator.search.pruning import clearly_worse, hopeless, in_order
 from orchestrator.search.selection import Selection, check, confirmations, select
-from orchestrator.search.space import Dimension, Plan, Skipped, draw, plan, points, sampled, suggest
+from orchestrator.search.space import Dimension, Plan, Skipped, draw, plan, points
 
 __all__ = [
     "Dimension",
@@ -25,10 +25,8 @@ __all__ = [
     "pareto",
     "plan",
     "points",
-    "sampled",
     "score",
     "select",
-    "suggest",
     "value",
     "with_campaign_metrics",
 ]

@@ -25,8 +25,8 @@ from orchestrator.search.objective import (
     settings,
 )
 from orchestrator.search.space import (
+    configuration_id,
     plan,
-    same_configuration,
     swept_keys,
 )
 from orchestrator.trial import TrialResult
@@ -167,14 +167,10 @@ def _candidates(
 
 
 def _launches(results: Sequence[TrialResult]) -> list[list[TrialResult]]:
-    groups: list[list[TrialResult]] = []
+    groups: dict[str, list[TrialResult]] = {}
     for result in results:
-        group = next((g for g in groups if same_configuration(g[0].spec, result.spec)), None)
-        if group is None:
-            groups.append([result])
-        else:
-            group.append(result)
-    return groups
+        groups.setdefault(configuration_id(result.spec), []).append(result)
+    return list(groups.values())
 
 
 def _unfit_to_compete(experiment: Experiment, result: TrialResult) -> str | None:

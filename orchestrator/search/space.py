@@ -9,11 +9,11 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
-from orchestrator.config import Experiment, TrialSpec, flatten, trial_spec
+from orchestrator.config import Experiment, TrialSpec, flatten, point_builder
 from orchestrator.errors import ConfigError
 
 # The names the field uses for long keys; any other key is shown by its last part.
@@ -41,18 +41,6 @@ class Plan:
     skipped: tuple[Skipped, ...] = ()
 
 
-class Suggester(Protocol):
-    """What an adaptive sampler is asked through; Optuna's trial has exactly these."""
-
-    def suggest_categorical(self, name: str, choices: Sequence[str]) -> Any: ...
-
-    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int: ...
-
-    def suggest_float(
-        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
-    ) -> float: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimension:
     """One key of the space: `choices`, or numbers from low to high (integers when both ends are).
@@ -77,8 +65,20 @@ class Dimension:
 def plan(experiment: Experiment) -> Plan:
     """Variants, then the grid or (sampler random) the draws. With tpe the sampler adds its own: see `draw`.
 
-    Raises ConfigError on a key or value that no trial can have.
+    Raises ConfigError on a key or value that no trial can have. The last plan is kept: a command checks, shows and
+    starts the same one.
     """
+    if _last and _last[0][0] == experiment:
+        return _last[0][1]
+    planned = _plan(experiment)
+    _last[:] = [(experiment, planned)]
+    return planned
+
+
+_last: list[tuple[Experiment, Plan]] = []
+
+
+def _plan(experiment: Experiment) -> Plan:
     search = experiment.search
     named = [(name, dict(params)) for name, params in search.variants.items()]
     skipped: list[Skipped] = []
@@ -128,27 +128,9 @@ def draw(experiment: Experiment, suggest: Callable[[Dimension], Any]) -> dict[st
     return params
 
 
-def suggest(sampler: Suggester, dimension: Dimension) -> Any:
-    """One value of a dimension from an adaptive sampler; choices travel as JSON text, which every sampler can hold."""
-    if dimension.choices is not None:
-        texts = [json.dumps(choice, sort_keys=True) for choice in dimension.choices]
-        return dimension.choices[texts.index(sampler.suggest_categorical(dimension.key, texts))]
-    if dimension.integer:
-        low, high, step = int(dimension.low), int(dimension.high), int(dimension.step or 1)
-        return sampler.suggest_int(dimension.key, low, high, step=step, log=dimension.log)
-    return sampler.suggest_float(dimension.key, dimension.low, dimension.high, step=dimension.step, log=dimension.log)
-
-
-def sampled(experiment: Experiment, params: Mapping[str, Any], planned: Sequence[TrialSpec]) -> TrialSpec | Skipped:
-    """A drawn point as a trial, or why it is not started: no point is started twice."""
-    known = [(spec.name, dict(spec.params)) for spec in planned]
-    found = _without_duplicates(experiment, [*known, (point_name(params), dict(params))], [])
-    return found.skipped[-1] if found.skipped else found.points[-1]
-
-
-def same_configuration(first: TrialSpec, second: TrialSpec) -> bool:
-    """Whether two points start and measure the same thing, whatever they are called."""
-    return _identity(first) == _identity(second)
+def configuration_id(spec: TrialSpec) -> str:
+    """The same for two points exactly when they start and measure the same thing, whatever they are called."""
+    return spec.with_key(None, None).key
 
 
 def swept_keys(experiment: Experiment) -> set[str]:
@@ -219,9 +201,11 @@ def _without_duplicates(
 ) -> Plan:
     chosen: dict[str, TrialSpec] = {}
     names: set[str] = set()
+    build = point_builder(experiment)
     for name, params in named:
-        spec = trial_spec(experiment, name, params)
-        twin = chosen.get(_identity(spec))
+        spec = build(name, params)
+        identity = configuration_id(spec)
+        twin = chosen.get(identity)
         if twin is not None:
             skipped.append(Skipped(name=name, reason=f"the same configuration as {twin.name}", witness=twin.name))
             continue
@@ -229,12 +213,8 @@ def _without_duplicates(
         while unique in names:
             unique, again = f"{name}~{again}", again + 1
         names.add(unique)
-        chosen[_identity(spec)] = replace(spec, name=unique)
+        chosen[identity] = replace(spec, name=unique)
     return Plan(points=tuple(chosen.values()), skipped=tuple(skipped))
-
-
-def _identity(spec: TrialSpec) -> str:
-    return spec.with_key(None, None).key
 
 
 def _labels(keys: list[str]) -> dict[str, str]:

@@ -97,13 +97,14 @@ class Tpe:
         self._places = {}
 
         def suggest(dimension: Dimension) -> Any:
-            value = self._places[dimension.key] = _suggest(trial, dimension)
+            value = self._places[dimension.key] = suggest_value(trial, dimension)
             return value if dimension.choices is None else dimension.choices[value]
 
         self._params = draw(self._experiment, suggest)
 
 
-def _suggest(trial: Any, dimension: Dimension) -> Any:
+def suggest_value(trial: Any, dimension: Dimension) -> Any:
+    """What Optuna's trial draws for a dimension: a number, or the place of a choice in its list."""
     key, choices = dimension.key, dimension.choices
     if choices is not None:
         if all(isinstance(choice, int | float) and not isinstance(choice, bool) for choice in choices):

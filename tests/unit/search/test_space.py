@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from orchestrator import search
-from orchestrator.config import TrialSpec
 from orchestrator.errors import ConfigError
 from orchestrator.search.space import Dimension, draw, plan, point_name
 from tests.support.made_results import CODE, CONFIG, K, experiment
@@ -113,47 +110,6 @@ def test_steps_and_logarithmic_ranges_keep_their_bounds() -> None:
         assert spec.engine.args["max-num-batched-tokens"] in range(1024, 8193, 1024)
         assert 0.5 <= spec.engine.args["gpu-memory-utilization"] <= 0.9
         assert spec.engine.args["max-num-seqs"] in range(1, 257)
-
-
-class _Recording:
-    """Stands in for Optuna's trial: answers with the upper end and keeps what it was asked."""
-
-    def __init__(self) -> None:
-        self.asked: dict[str, tuple[object, ...]] = {}
-
-    def suggest_categorical(self, name: str, choices: Sequence[str]) -> str:
-        self.asked[name] = tuple(choices)
-        return choices[-1]
-
-    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
-        self.asked[name] = (low, high, step, log)
-        return high
-
-    def suggest_float(
-        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
-    ) -> float:
-        self.asked[name] = (low, high, step, log)
-        return high
-
-
-def test_an_adaptive_sampler_is_asked_in_its_own_terms() -> None:
-    space = {
-        CONFIG: [None, {"method": "ngram"}],
-        K: {"low": 1, "high": 8, "when": {METHOD: ["ngram", "suffix"]}},
-        "engine.args.gpu-memory-utilization": {"low": 0.5, "high": 0.9, "step": 0.1},
-    }
-    sampler = _Recording()
-    swept = experiment(sampler="tpe", space=space)
-    params = draw(swept, lambda dimension: search.suggest(sampler, dimension))
-    assert params == {CONFIG: {"method": "ngram"}, K: 8, "engine.args.gpu-memory-utilization": 0.9}
-    assert sampler.asked[CONFIG] == ("null", '{"method": "ngram"}')
-    assert sampler.asked[K] == (1, 8, 1, False)
-    first = search.sampled(swept, params, [])
-    assert isinstance(first, TrialSpec)
-    assert first.engine.args["speculative-config"] == {"method": "ngram", "num_speculative_tokens": 8}
-    again = search.sampled(swept, params, [first])
-    assert isinstance(again, search.Skipped)
-    assert again.witness == first.name
 
 
 @pytest.mark.parametrize(
