@@ -361,7 +361,7 @@ def promote(
         from orchestrator.serving import export as exporting
         from orchestrator.serving import gate
 
-        files = [str(path) for path in exporting.export(experiment, gate.candidate(experiment, run), export)]
+        files = [str(path) for path in exporting.export(experiment, gate.find_candidate(experiment, run), export)]
         _emit({"files": files}) if as_json else print("\n".join(files))
     else:
         done = (

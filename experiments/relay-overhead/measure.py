@@ -102,7 +102,7 @@ def host(engine_url: str, ports: dict[str, int]) -> None:
     from ray import serve
 
     from orchestrator import cluster
-    from orchestrator.serving.gateway import Door, gateway
+    from orchestrator.serving.gateway import ListenerConfig, gateway
     from orchestrator.serving.head import start_head, stop_head
 
     folder = Path(tempfile.mkdtemp(prefix="relay-overhead-"))
@@ -113,8 +113,8 @@ def host(engine_url: str, ports: dict[str, int]) -> None:
             serve.start(http_options={"host": "127.0.0.1", "port": ports["proxy"]})
             serve.run(serve_ingress(engine_url), name="ingress", route_prefix="/")
             if "gateway" in ports:
-                door = Door(host="127.0.0.1", port=ports["gateway"])
-                handle = serve.run(gateway(asdict(door)), name="bench-gateway", route_prefix=None)
+                listener = ListenerConfig(host="127.0.0.1", port=ports["gateway"])
+                handle = serve.run(gateway(asdict(listener)), name="bench-gateway", route_prefix=None)
                 state = {"base_url": engine_url, "api_key": None, "run_id": "", "version": "", "record": {}}
 
                 def report() -> None:

@@ -76,16 +76,20 @@ def measure(
     on_progress: Progress = lambda phase, done, total: None,
     on_repeat: Callable[[Measurement], bool] = lambda measurement: True,
     nonce_seed: str | None = None,
+    first_text: int = 0,
 ) -> WorkloadRun:
     """Warm up, then measure every repeat of `workload` on the server at `target`.
 
     engine: reads the counters of that kind of server; None measures without them. on_progress(phase, done, total)
     counts requests, phase is "warming" or "measuring"; it runs inside the event loop, so it must not take long.
     on_repeat gets the measurement so far after each repeat and returns False to stop early. nonce_seed makes the
-    nonces repeatable; only for servers that start afresh.
+    nonces repeatable; only for servers that start afresh. first_text: which of the workload's texts the first prompt
+    has, so that a server that was asked before is asked something else where there are more texts than prompts.
     Raises Stalled, ConfigError (prompts missing or too short), and what surroundings.check_alive raises.
     """
-    job = _Job(target, engine, name, workload, surroundings or Surroundings(), nonce_seed or secrets.token_hex(8))
+    job = _Job(
+        target, engine, name, workload, surroundings or Surroundings(), nonce_seed or secrets.token_hex(8), first_text
+    )
     return asyncio.run(job.run(on_progress, on_repeat))
 
 
@@ -99,6 +103,7 @@ class _Job:
     workload: Workload
     surroundings: Surroundings
     nonce_seed: str
+    first_text: int
 
     async def run(self, on_progress: Progress, on_repeat: Callable[[Measurement], bool]) -> WorkloadRun:
         workload, windows, foreign = self.workload, list[Window](), set[str]()
@@ -131,7 +136,7 @@ class _Job:
         front = (await client.count_tokens(nonce("4f3a91c2")) or 0) if self.workload.nonce else 0
         return [
             await cut_text(bases[i % len(bases)], length and max(1, length - front), client.count_tokens, exact=exact)
-            for i, length in enumerate(prompt_lengths(self.workload))
+            for i, length in enumerate(prompt_lengths(self.workload), start=self.first_text)
         ]
 
     async def _warm_up(

@@ -20,16 +20,16 @@ from ray.serve.exceptions import RayServeException
 
 from orchestrator.config import Experiment, Placement
 from orchestrator.errors import MachineError, PromotionError
-from orchestrator.serving.gateway import GATEWAY, Door, gateway, gateway_name, is_loopback
+from orchestrator.serving.gateway import GATEWAY, ListenerConfig, gateway, gateway_name, is_loopback
 from orchestrator.serving.relay import digest
-from orchestrator.serving.replica import DRAIN_S, ENGINE, Order, engines
+from orchestrator.serving.replica import DRAIN_S, ENGINE, EngineDeploymentSpec, application_args, engines
 
 POLL_S = 0.25
 CALL_TIMEOUT_S = 15.0
 # A pause ends by itself when the command that holds it is gone.
 PAUSE_TTL_S, PAUSE_RENEW_S = 20.0, 5.0
 DELETE_TIMEOUT_S = 240.0
-_STARTED_NOT = re.compile(r"engine did not start: (.*)")
+_START_FAILURE = re.compile(r"engine did not start: (.*)")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,9 +53,9 @@ class Deployment:
             "/"
         )
 
-    def door(self) -> Door:
+    def listener_config(self) -> ListenerConfig:
         serving = self.experiment.serving
-        return Door(
+        return ListenerConfig(
             host=serving.host,
             port=serving.port,
             route=serving.route,
@@ -85,23 +85,15 @@ class Deployment:
             return state
         return None
 
-    def deploy(self, order: Order, placement: Placement) -> None:
+    def deploy(self, deployed: EngineDeploymentSpec, placement: Placement) -> None:
         """Hand the configuration to Serve, which stops the engines that run and then starts the new ones."""
-        serving = self.experiment.serving
         serve.start(proxy_location="Disabled")
         state = self.state()
         if state is None:
             self._require_port()
-        if state is None or state["door"] != digest(f"{self.door()}"):
-            _run(self.gateway_name, gateway(asdict(self.door())))
-        args = {
-            "order": asdict(order),
-            "cpus": placement.cpus,
-            "node_label": placement.node_label,
-            "replicas": serving.replicas,
-            "autoscaling": dict(serving.autoscaling),
-        }
-        _run(self.name, engines(args))
+        if state is None or state["listener"] != digest(f"{self.listener_config()}"):
+            _run(self.gateway_name, gateway(asdict(self.listener_config())))
+        _run(self.name, engines(application_args(deployed, placement, self.experiment.serving)))
 
     def _require_port(self) -> None:
         """Raises MachineError when somebody else listens where the gateway is to be, on this machine."""
@@ -123,7 +115,7 @@ class Deployment:
             found = _applications().get(self.name)
             for each in (found, _applications().get(self.gateway_name)):
                 if each is not None and each.status.value in ("DEPLOY_FAILED", "UNHEALTHY"):
-                    raise PromotionError(_why_not(each))
+                    raise PromotionError(_failure_reason(each))
             if found is not None and found.status.value == "RUNNING":
                 state = self.state()
                 if state is not None and state["versions"] == [version]:
@@ -199,9 +191,9 @@ def _applications() -> Mapping[str, Any]:
     return serve.status().applications
 
 
-def _why_not(found: Any) -> str:
+def _failure_reason(found: Any) -> str:
     engine = found.deployments.get(ENGINE) or found.deployments.get(GATEWAY)
     text = "\n".join(filter(None, [engine.message if engine else "", found.message]))
-    if matched := _STARTED_NOT.search(text):
+    if matched := _START_FAILURE.search(text):
         return f"the engine did not start: {matched[1].strip()}"
     return f"Serve could not deploy it: {' '.join(text.split())[-500:]}"

@@ -17,9 +17,9 @@ from orchestrator.engines import ENGINES
 from orchestrator.engines.base import LaunchPlan
 from orchestrator.errors import MachineError
 from orchestrator.masking import is_secret_variable, mask_env
-from orchestrator.serving.gateway import Door, gateway_name
-from orchestrator.serving.promotion import record_of
-from orchestrator.serving.replica import ENGINE, Order
+from orchestrator.serving.gateway import ListenerConfig, gateway_name
+from orchestrator.serving.promotion import public_record
+from orchestrator.serving.replica import ENGINE, EngineDeploymentSpec, application_args
 from orchestrator.tracking import Recorded
 
 # Stands for the port while the command line is planned; no argument has this value by chance.
@@ -86,29 +86,22 @@ def serve_config(experiment: Experiment, recorded: Recorded) -> dict[str, Any]:
     """For `serve deploy`: the applications that `promote` deploys, STRICT_PACK written out."""
     spec, serving = recorded.result.spec, experiment.serving
     engine = replace(spec.engine, env=mask_env(spec.engine.env))
-    order = Order(
+    deployed = EngineDeploymentSpec(
         run_id=recorded.run_id or "",
         version=recorded.run_id or "exported",
         engine=asdict(engine),
         gpus=spec.placement.gpus,
         ports=(spec.placement.ports[0], spec.placement.ports[1]),
         folder=str(Path(experiment.tracking.folder).absolute() / "serving" / experiment.name),
-        record=record_of(recorded, experiment),
+        record=public_record(recorded, experiment),
     )
-    door = Door(
+    listener = ListenerConfig(
         host=serving.host,
         port=serving.port,
         route=serving.route,
         api_key_env=serving.api_key_env,
         max_request_mib=serving.max_request_mib,
     )
-    args = {
-        "order": asdict(order),
-        "cpus": spec.placement.cpus,
-        "node_label": spec.placement.node_label,
-        "replicas": serving.replicas,
-        "autoscaling": dict(serving.autoscaling),
-    }
     return {
         "proxy_location": "Disabled",
         "applications": [
@@ -116,14 +109,14 @@ def serve_config(experiment: Experiment, recorded: Recorded) -> dict[str, Any]:
                 "name": experiment.name,
                 "route_prefix": None,
                 "import_path": "orchestrator.serving.replica:engines",
-                "args": args,
+                "args": application_args(deployed, spec.placement, serving),
                 "deployments": [{"name": ENGINE, "placement_group_strategy": "STRICT_PACK"}],
             },
             {
                 "name": gateway_name(experiment.name),
                 "route_prefix": None,
                 "import_path": "orchestrator.serving.gateway:gateway",
-                "args": asdict(door),
+                "args": asdict(listener),
             },
         ],
     }

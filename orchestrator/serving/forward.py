@@ -44,11 +44,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """One ready engine. base_url has no /v1."""
+    """One ready engine. base_url has no /v1. forget_path: a GET of it makes the engine's drafter forget."""
 
     name: str
     base_url: str
     api_key: str | None = None
+    forget_path: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class _TooLarge(Exception):
     """The body of a request passed the limit while it was read."""
 
 
-class Passage:
+class Forwarder:
     """Passes requests on. All methods belong to the event loop that `open` ran on."""
 
     def __init__(self, limits: Limits, counts: Counts) -> None:
@@ -110,7 +111,7 @@ class Passage:
         except (aiohttp.ClientError, TimeoutError):
             return None
 
-    async def passed(self, request: web.BaseRequest, raw_path: str, backend: Backend) -> web.StreamResponse:
+    async def forward(self, request: web.BaseRequest, raw_path: str, backend: Backend) -> web.StreamResponse:
         """The answer to one request, sent. The engine's connection is reused only when its answer was read whole.
 
         raw_path: path and query as they came, without our own prefix. Raises EngineLost.
@@ -123,18 +124,18 @@ class Passage:
         except TimeoutError:
             return refusal(408, "timeout", "the request did not arrive in time")
         headers = self._headers_up(request, backend, body)
-        answer = await self._asked(request.method, backend, raw_path, headers, body)
+        answer = await self._request_engine(request.method, backend, raw_path, headers, body)
         if isinstance(answer, web.Response):
             return answer
         try:
             if answer.status >= 500:
                 return await self._engine_error(answer)
             # What this raises is a client that left, never the engine.
-            return await self._passed_down(request, answer)
+            return await self._stream_answer(request, answer)
         finally:
             answer.close()
 
-    async def _asked(
+    async def _request_engine(
         self, method: str, backend: Backend, raw_path: str, headers: Headers, body: Body
     ) -> aiohttp.ClientResponse | web.Response:
         """The head of the engine's answer, or our refusal. Raises EngineLost."""
@@ -184,7 +185,7 @@ class Passage:
             headers = [(name, value) for name, value in headers if name.lower() != "content-length"]
         return headers
 
-    async def _passed_down(self, request: web.BaseRequest, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+    async def _stream_answer(self, request: web.BaseRequest, answer: aiohttp.ClientResponse) -> web.StreamResponse:
         response = web.StreamResponse(status=answer.status, reason=answer.reason)
         for name, value in answer.headers.items():
             if name.lower() not in NOT_PASSED:
@@ -209,13 +210,13 @@ class Passage:
         except (aiohttp.ClientError, TimeoutError) as error:
             if isinstance(error, ConnectionResetError):
                 raise
-            await self._broken_off(request, response, answer, error)
+            await self._end_broken_answer(request, response, answer, error)
         finally:
             writing_since.pop(task, None)
             self._counts.bytes_out += sent
         return response
 
-    async def _broken_off(
+    async def _end_broken_answer(
         self, request: web.BaseRequest, response: web.StreamResponse, answer: aiohttp.ClientResponse, error: Exception
     ) -> None:
         """The engine went away in the middle: a stream is told so, anything else ends visibly incomplete."""

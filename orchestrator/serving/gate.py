@@ -38,7 +38,7 @@ class Comparison:
         return f"{numbers}: {interval}{'' if self.better else ', which does not prove it better'}"
 
 
-def candidate(experiment: Experiment, run_id: str | None) -> Recorded:
+def find_candidate(experiment: Experiment, run_id: str | None) -> Recorded:
     """The run that was named, or the best of the last campaign. Raises PromotionError when there is none."""
     if run_id is not None:
         return tracking.load_run(tracking.store_uri(experiment), run_id)
@@ -52,7 +52,7 @@ def candidate(experiment: Experiment, run_id: str | None) -> Recorded:
     return recorded[next(i for i, result in enumerate(results) if result is selection.best)]
 
 
-def objections(experiment: Experiment, result: TrialResult) -> tuple[str, ...]:
+def find_objections(experiment: Experiment, result: TrialResult) -> tuple[str, ...]:
     """Why this result may not be promoted; empty when it is complete, valid and keeps every constraint."""
     found: list[str] = []
     if result.verdict is None:
@@ -72,7 +72,7 @@ def require_complete(result: TrialResult) -> None:
         raise PromotionError(f"{result.spec.name} is not complete but {why}: {result.reason or 'nothing was measured'}")
 
 
-def compare(experiment: Experiment, challenger: TrialResult, champion: TrialResult) -> Comparison:
+def compare_with_champion(experiment: Experiment, challenger: TrialResult, champion: TrialResult) -> Comparison:
     """Whether the challenger's objective is better by more than the noise of both."""
     repeats = samples(experiment, challenger), samples(experiment, champion)
     ratio = metrics.ratio(*repeats)

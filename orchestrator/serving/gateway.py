@@ -31,7 +31,7 @@ HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 1.0, 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Door:
+class ListenerConfig:
     """How the gateway listens. key_digest: digest of the key that clients must show.
 
     api_key_env: where the gateway reads that key itself, in its own environment; used by exported files.
@@ -61,16 +61,16 @@ def _digest_from(variable: str | None) -> str | None:
 class Gateway:
     """The listener. One per service, on the head node, so that the address is known; it outlives the engines."""
 
-    def __init__(self, door: Mapping[str, Any]) -> None:
-        self._door = Door(**door)
-        key_digest = self._door.key_digest or _digest_from(self._door.api_key_env)
-        if not is_loopback(self._door.host) and key_digest is None:
-            raise ValueError(f"serving.host {self._door.host} can be reached by others: an API key is needed")
+    def __init__(self, listener: Mapping[str, Any]) -> None:
+        self._config = ListenerConfig(**listener)
+        key_digest = self._config.key_digest or _digest_from(self._config.api_key_env)
+        if not is_loopback(self._config.host) and key_digest is None:
+            raise ValueError(f"serving.host {self._config.host} can be reached by others: an API key is needed")
         self._reports: dict[str, tuple[float, Mapping[str, Any]]] = {}
         self._relay = Relay(
-            route=self._door.route,
+            route=self._config.route,
             key_digest=key_digest,
-            limits=Limits(request_bytes=int(self._door.max_request_mib * 2**20)),
+            limits=Limits(request_bytes=int(self._config.max_request_mib * 2**20)),
             describe=self.document,
         )
         self._verified: str | None = None
@@ -78,7 +78,7 @@ class Gateway:
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="relay", daemon=True)
         self._thread.start()
-        self._on_loop(self._relay.start(self._door.host, self._door.port))
+        self._on_loop(self._relay.start(self._config.host, self._config.port))
         # Everything that is loaded by now stays for good; walking through it would make tokens wait for 50 ms and more.
         gc.collect()
         gc.freeze()
@@ -94,12 +94,17 @@ class Gateway:
             self._take_report(replica, state)
             return self._relay.in_flight[replica]
 
-        return cast("int", await self._called(take))
+        return cast("int", await self._call_on_loop(take))
 
     def _take_report(self, replica: str, state: Mapping[str, Any]) -> None:
         if state["ready"]:
             self._reports[replica] = (time.monotonic(), state)
-            self._relay.backends[replica] = Backend(name=replica, base_url=state["base_url"], api_key=state["api_key"])
+            self._relay.backends[replica] = Backend(
+                name=replica,
+                base_url=state["base_url"],
+                api_key=state["api_key"],
+                forget_path=state["forget_path"],
+            )
         else:
             self._reports.pop(replica, None)
             self._relay.backends.pop(replica, None)
@@ -125,7 +130,7 @@ class Gateway:
             )
             return self._relay.total_in_flight()
 
-        return cast("int", await self._called(close))
+        return cast("int", await self._call_on_loop(close))
 
     async def open(self, verified: str | None) -> None:
         """Let everybody in. verified: the version whose engine has just passed its verification."""
@@ -134,9 +139,9 @@ class Gateway:
             self._relay.closed = None
             self._verified = verified or self._verified
 
-        await self._called(open_)
+        await self._call_on_loop(open_)
 
-    async def _called(self, function: Any) -> Any:
+    async def _call_on_loop(self, function: Any) -> Any:
         async def call() -> Any:
             return function()
 
@@ -144,7 +149,7 @@ class Gateway:
 
     async def state(self) -> dict[str, Any]:
         """What `promote --status` shows: the document of GET /orchestrator, and who is let in."""
-        return cast("dict[str, Any]", await self._called(self.document))
+        return cast("dict[str, Any]", await self._call_on_loop(self.document))
 
     def document(self) -> dict[str, Any]:
         reports = [state for _, state in self._reports.values()]
@@ -152,7 +157,7 @@ class Gateway:
         versions = sorted({state["version"] for state in reports})
         closed = self._relay.closed
         return {
-            "door": digest(f"{self._door}"),
+            "listener": digest(f"{self._config}"),
             "run_id": run_ids[0] if len(run_ids) == 1 else None,
             "versions": versions,
             "verified": bool(versions) and versions == [self._verified],
@@ -176,9 +181,9 @@ class Gateway:
 
 
 def gateway(args: Mapping[str, Any]) -> serve.Application:
-    """The Serve application of the listener; args is a Door as a dict. Apart from the engines', so that it stays."""
+    """The Serve application of the listener, apart from the engines', so that it stays. args: a ListenerConfig's."""
     options: dict[str, Any] = {
-        **watched(),
+        **health_options(),
         "name": GATEWAY,
         "num_replicas": 1,
         "ray_actor_options": {"num_cpus": 0, "resources": {HEAD_RESOURCE: 0.001}},
@@ -193,7 +198,7 @@ def gateway_name(application: str) -> str:
     return f"{application}-gateway"
 
 
-def watched() -> dict[str, float]:
+def health_options() -> dict[str, float]:
     """How closely Serve looks after a deployment of ours."""
     return {
         "health_check_period_s": HEALTH_PERIOD_S,

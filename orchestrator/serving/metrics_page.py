@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 Family = tuple[str, str, str, float | Mapping[int, int], str]
 
 
-def labelled(*families: Family) -> str:
+def format_families(*families: Family) -> str:
     """(name, type, help, value or {label value: value}, label name) of each family -> exposition text."""
     lines: list[str] = []
     for name, kind, about, value, label in families:
@@ -19,7 +19,7 @@ def labelled(*families: Family) -> str:
     return "\n".join(lines) + "\n"
 
 
-def merged(pages: Sequence[tuple[str, str]]) -> str:
+def merge_pages(pages: Sequence[tuple[str, str]]) -> str:
     """(engine, its page) of several engines -> one page; every sample carries the engine as the label `replica`."""
     families: dict[str, tuple[list[str], list[str]]] = {}
     for engine, page in pages:

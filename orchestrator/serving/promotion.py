@@ -23,7 +23,7 @@ from orchestrator.measure.client import Target
 from orchestrator.serving import gate, verification
 from orchestrator.serving.deployment import Deployment
 from orchestrator.serving.gate import Comparison, quantity_document
-from orchestrator.serving.replica import Order
+from orchestrator.serving.replica import EngineDeploymentSpec
 from orchestrator.serving.verification import Verification
 from orchestrator.tracking import Recorded
 from orchestrator.trial import TrialResult
@@ -99,24 +99,24 @@ class Promotion:
     def challenge(self, challenger: Recorded, champion: Recorded | None, *, force: bool) -> PromotionReport:
         """Serve the challenger if it passes the gate and the verification; else the champion stays or comes back."""
         gate.require_complete(challenger.result)
-        verification.check_of(self.experiment, challenger.result)
-        objections = gate.objections(self.experiment, challenger.result)
+        verification.choose_check(self.experiment, challenger.result)
+        objections = gate.find_objections(self.experiment, challenger.result)
         if objections and not force:
             raise PromotionError(f"{challenger.result.spec.name} may not be promoted: {'; '.join(objections)}")
         self.forced.extend(objections)
         comparison = None
         if champion is not None and champion.run_id != challenger.run_id:
-            comparison = gate.compare(self.experiment, challenger.result, champion.result)
+            comparison = gate.compare_with_champion(self.experiment, challenger.result, champion.result)
             self.say(f"{challenger.result.spec.name}: {comparison.sentence()}")
             if not comparison.better and not force:
-                return self._kept(challenger, champion, comparison)
+                return self._keep_champion(challenger, champion, comparison)
             if not comparison.better:
                 self.forced.append(comparison.sentence())
         elif champion is not None and self._is_served(champion):
             return self._report(challenger, "kept", "it is the champion and is served already", challenger.run_id)
         return replace(self._serve(challenger, fallback=champion), comparison=comparison)
 
-    def _kept(self, challenger: Recorded, champion: Recorded, comparison: Comparison) -> PromotionReport:
+    def _keep_champion(self, challenger: Recorded, champion: Recorded, comparison: Comparison) -> PromotionReport:
         """The champion stays; when it is not up, it is started and verified."""
         reason = f"the champion {champion.result.spec.name} stays: {comparison.sentence()}"
         if self._is_served(champion):
@@ -142,26 +142,26 @@ class Promotion:
         with self.deployment.paused(f"{result.spec.name} is being started", _start_s(result) or 30.0):
             if self.deployment.exists() and (left := self.deployment.drain()):
                 self.say(f"{left} requests did not end in time and are cut off")
-            passed = self._started(wanted)
+            passed = self._start_and_verify(wanted)
             if passed.ok:
                 self.say(f"verified: {passed.reason}")
                 report = self._report(wanted, "promoted", passed.reason, wanted.run_id, verification=passed)
             else:
                 self.say(f"verification failed: {passed.reason}")
-                report = self._fallen_back(wanted, passed, fallback)
+                report = self._restore_champion(wanted, passed, fallback)
         downtime_s = time.monotonic() - began_s
         if report.decision == "promoted":
             report = replace(report, version=self._name_champion(wanted))
         return replace(report, downtime_s=downtime_s)
 
-    def _fallen_back(self, wanted: Recorded, passed: Verification, fallback: Recorded | None) -> PromotionReport:
+    def _restore_champion(self, wanted: Recorded, passed: Verification, fallback: Recorded | None) -> PromotionReport:
         """The champion back in service after a failed verification; nothing where there is no champion."""
         report = self._report(wanted, "failed", passed.reason, None, verification=passed)
         if fallback is None or fallback.run_id == wanted.run_id:
             self.deployment.delete()
             return report
         self.say(f"rolling back to {fallback.result.spec.name}")
-        back = self._started(fallback)
+        back = self._start_and_verify(fallback)
         if back.ok:
             self.say(f"rolled back, verified: {back.reason}")
             return replace(report, decision="rolled_back", rollback=back, serving_run_id=fallback.run_id)
@@ -169,15 +169,15 @@ class Promotion:
         self.deployment.delete()
         return replace(report, rollback=back, reason=f"{report.reason}; then the champion: {back.reason}")
 
-    def _started(self, wanted: Recorded) -> Verification:
+    def _start_and_verify(self, wanted: Recorded) -> Verification:
         """Replace what runs by `wanted`, verify it through the URL, and let everybody in when it passed."""
         result = wanted.result
         version = secrets.token_hex(4)
         spec = result.spec.engine
         deadline = time.monotonic() + self.experiment.serving.deadline_s
-        name, _, metric = verification.check_of(self.experiment, result)
+        name, _, metric = verification.choose_check(self.experiment, result)
         try:
-            self.deployment.deploy(self._order(wanted, version), result.spec.placement)
+            self.deployment.deploy(self._deployment_spec(wanted, version), result.spec.placement)
             self.deployment.wait_ready(version, deadline - time.monotonic())
         except PromotionError as error:
             return Verification(ok=False, reason=str(error), workload=name, metric=metric)
@@ -188,22 +188,22 @@ class Promotion:
             self.deployment.open(version)
         return passed
 
-    def _order(self, wanted: Recorded, version: str) -> Order:
+    def _deployment_spec(self, wanted: Recorded, version: str) -> EngineDeploymentSpec:
         result = wanted.result
         folder = Path(self.experiment.tracking.folder).absolute() / "serving" / self.experiment.name
-        return Order(
+        return EngineDeploymentSpec(
             run_id=wanted.run_id or "",
             version=version,
-            engine=asdict(with_secrets(result.spec.engine, self.experiment.engine)),
+            engine=asdict(restore_secrets(result.spec.engine, self.experiment.engine)),
             gpus=result.spec.placement.gpus,
             ports=(result.spec.placement.ports[0], result.spec.placement.ports[1]),
             folder=str(folder),
-            record=record_of(wanted, self.experiment),
+            record=public_record(wanted, self.experiment),
         )
 
     def _announce(self, result: TrialResult) -> None:
         start_s = _start_s(result)
-        name, _, _ = verification.check_of(self.experiment, result)
+        name, _, _ = verification.choose_check(self.experiment, result)
         measuring_s = result.phases_s.get("measuring")
         repeats = result.spec.workloads[name].repeats
         about = None if start_s is None or measuring_s is None else start_s + measuring_s / max(repeats, 1)
@@ -242,7 +242,7 @@ class Promotion:
         )
 
 
-def with_secrets(recorded: EngineSpec, configured: EngineSpec) -> EngineSpec:
+def restore_secrets(recorded: EngineSpec, configured: EngineSpec) -> EngineSpec:
     """The recorded spec, its masked secrets filled in from the configuration or this environment. PromotionError."""
     env = dict(recorded.env)
     for name in [name for name, value in env.items() if value == MASK]:
@@ -252,7 +252,7 @@ def with_secrets(recorded: EngineSpec, configured: EngineSpec) -> EngineSpec:
     return replace(recorded, env=env)
 
 
-def record_of(recorded: Recorded, experiment: Experiment) -> dict[str, Any]:
+def public_record(recorded: Recorded, experiment: Experiment) -> dict[str, Any]:
     """What GET /orchestrator tells of the run: plain data."""
     result = recorded.result
     return {

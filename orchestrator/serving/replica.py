@@ -22,7 +22,7 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingContext
 
-from orchestrator.config import EngineSpec, Ready, Stop
+from orchestrator.config import EngineSpec, Placement, Ready, Serving, Stop
 from orchestrator.engines import ENGINES
 from orchestrator.errors import ConfigError, EngineFailure
 from orchestrator.masking import MASK
@@ -30,7 +30,7 @@ from orchestrator.node.launch import run_engine
 from orchestrator.node.program import shell_line
 from orchestrator.node.server import Server
 from orchestrator.serving.forward import Backend
-from orchestrator.serving.gateway import GATEWAY, REPORT_PERIOD_S, REPORT_TIMEOUT_S, gateway_name, watched
+from orchestrator.serving.gateway import GATEWAY, REPORT_PERIOD_S, REPORT_TIMEOUT_S, gateway_name, health_options
 from orchestrator.serving.relay import Relay, digest
 
 ENGINE = "Engine"
@@ -46,7 +46,7 @@ log = logging.getLogger("ray.serve")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class EngineDeploymentSpec:
     """What one engine replica starts, as plain data: it travels through Serve and into exported files.
 
     engine: the EngineSpec of the run. version: another one replaces the engines. folder: where their logs go.
@@ -61,16 +61,16 @@ class Order:
     folder: str
     record: Mapping[str, Any] = field(default_factory=dict)
 
-    def spec(self) -> EngineSpec:
+    def engine_spec(self) -> EngineSpec:
         """The EngineSpec, masked secrets filled in from this environment. Raises ConfigError when one is missing."""
-        spec = engine_spec(self.engine)
+        spec = read_engine_spec(self.engine)
         missing = [name for name, value in spec.env.items() if value == MASK and name not in os.environ]
         if missing:
             raise ConfigError(f"engine.env.{missing[0]}: its value was not recorded; set {missing[0]} where Ray runs")
         return replace(spec, env={n: os.environ[n] if v == MASK else v for n, v in spec.env.items()})
 
 
-def engine_spec(document: Mapping[str, Any]) -> EngineSpec:
+def read_engine_spec(document: Mapping[str, Any]) -> EngineSpec:
     """The EngineSpec of asdict()'s document."""
     known = {f.name for f in fields(EngineSpec)}
     plain = {key: value for key, value in document.items() if key in known and key not in ("ready", "stop")}
@@ -80,9 +80,9 @@ def engine_spec(document: Mapping[str, Any]) -> EngineSpec:
 class EngineReplica:
     """One engine, started as its trial was: same spec, same keeper, same GPUs from Ray."""
 
-    async def __init__(self, order: Mapping[str, Any]) -> None:  # type: ignore[misc]
+    async def __init__(self, deployed: Mapping[str, Any]) -> None:  # type: ignore[misc]
         """Returns when the engine is ready. Async, as Serve allows, so that it can be given up while it starts."""
-        self._order = Order(**order)
+        self._spec = EngineDeploymentSpec(**deployed)
         self._replica = serve.get_replica_context().replica_tag
         self._gpu_ids = tuple(str(gpu) for gpu in ray.get_gpu_ids())
         self._starting: Server | None = None
@@ -120,15 +120,15 @@ class EngineReplica:
             return
 
     def _running(self) -> Any:
-        order = self._order
-        workdir = Path(order.folder) / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        deployed = self._spec
+        workdir = Path(deployed.folder) / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         workdir.mkdir(parents=True, exist_ok=True)
-        spec = order.spec()
+        spec = deployed.engine_spec()
         return run_engine(
             ENGINES[spec.kind],
             spec,
             workdir=workdir,
-            ports=(order.ports[0], order.ports[1]),
+            ports=(deployed.ports[0], deployed.ports[1]),
             gpu_ids=self._gpu_ids,
             on_start=self._remember,
         )
@@ -144,12 +144,12 @@ class EngineReplica:
         assert self._server is not None
         gateway = serve.get_deployment_handle(GATEWAY, gateway_name(serve.get_replica_context().app_name))
         record = {
-            **self._order.record,
+            **self._spec.record,
             "command_line": shell_line(self._server.plan),
             "gpus": list(self._gpu_ids),
         }
         async with self._reachable() as backend:
-            state = {**asdict(backend), "run_id": self._order.run_id, "version": self._order.version, "record": record}
+            state = {**asdict(backend), "run_id": self._spec.run_id, "version": self._spec.version, "record": record}
             while True:
                 ended, leaving, in_flight = self._ended is not None, self._leaving.is_set(), 0
                 # A gateway that is being replaced hears it in the next round.
@@ -168,12 +168,18 @@ class EngineReplica:
         """Where the gateway finds this engine: on its loopback port, from another node through a relay of its own."""
         assert self._server is not None
         target = self._server.target
-        local = Backend(name=self._replica, base_url=target.base_url, api_key=target.api_key)
+        speculation = self._server.plan.speculation
+        local = Backend(
+            name=self._replica,
+            base_url=target.base_url,
+            api_key=target.api_key,
+            forget_path=speculation.forget_path if speculation else None,
+        )
         if is_head_node():
             yield local
             return
         key, address = secrets.token_urlsafe(24), str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        relay = Relay(key_digest=digest(key), own_metrics=False)
+        relay = Relay(key_digest=digest(key), is_inner=True)
         relay.backends[local.name] = local
         port = await relay.start(address, 0)
         try:
@@ -209,24 +215,35 @@ def by_requests_in_flight(context: AutoscalingContext) -> tuple[float, dict[str,
     return sum(counted.values()) / context.config.target_ongoing_requests, {}
 
 
+def application_args(deployed: EngineDeploymentSpec, placement: Placement, serving: Serving) -> dict[str, Any]:
+    """The arguments of `engines`, as plain data. autoscaling: Serve's own options, or empty for a fixed number."""
+    return {
+        "engine": asdict(deployed),
+        "cpus": placement.cpus,
+        "node_label": placement.node_label,
+        "replicas": serving.replicas,
+        "autoscaling": dict(serving.autoscaling),
+    }
+
+
 def engines(args: Mapping[str, Any]) -> serve.Application:
     """The Serve application of one configuration's engines; also what an exported `serve deploy` file names.
 
-    args: {order: Order as a dict, cpus: per engine, replicas, autoscaling: Serve's own options or empty, node_label}.
+    args: what application_args gives.
     """
-    order = Order(**args["order"])
-    bundle = {name: amount for name, amount in {"CPU": args["cpus"], "GPU": order.gpus}.items() if amount}
+    deployed = EngineDeploymentSpec(**args["engine"])
+    bundle = {name: amount for name, amount in {"CPU": args["cpus"], "GPU": deployed.gpus}.items() if amount}
     label, _, wanted = str(args.get("node_label") or "").partition("=")
     if label and not wanted:
         bundle[label] = 0.001
     options: dict[str, Any] = {
-        **watched(),
+        **health_options(),
         "name": ENGINE,
         # One bundle on one node: an engine never stretches over two, and its replica sits where its GPUs are.
         "placement_group_bundles": [bundle],
         "placement_group_strategy": "STRICT_PACK",
-        "ray_actor_options": {"num_cpus": args["cpus"], "num_gpus": order.gpus},
-        "graceful_shutdown_timeout_s": engine_spec(order.engine).stop.grace_s + STOP_SLACK_S,
+        "ray_actor_options": {"num_cpus": args["cpus"], "num_gpus": deployed.gpus},
+        "graceful_shutdown_timeout_s": read_engine_spec(deployed.engine).stop.grace_s + STOP_SLACK_S,
         # The same configuration fails again: the first failed start decides about a promotion.
         "max_constructor_retry_count": 1,
     }
@@ -237,4 +254,4 @@ def engines(args: Mapping[str, Any]) -> serve.Application:
         options["autoscaling_config"] = {"policy": policy, **args["autoscaling"]}
     else:
         options["num_replicas"] = args["replicas"]
-    return serve.deployment(**options)(EngineReplica).bind(asdict(order))
+    return serve.deployment(**options)(EngineReplica).bind(asdict(deployed))

@@ -79,10 +79,10 @@ def promote(
     fails is no exception but a report with exit code 1, because the champion was started again.
     """
     key = _api_key(experiment)
-    challenger = gate.candidate(experiment, run_id)
+    challenger = gate.find_candidate(experiment, run_id)
     gate.require_complete(challenger.result)
     champion = tracking.champion(experiment)
-    with _alone(experiment), _cluster(experiment, address, challenger.result.spec.placement, say):
+    with promotion_lock(experiment), _joined_cluster(experiment, address, challenger.result.spec.placement, say):
         deployment = Deployment(experiment=experiment, key=key)
         return Promotion(experiment=experiment, deployment=deployment, say=say).challenge(
             challenger, champion, force=force
@@ -96,7 +96,7 @@ def rollback(experiment: Experiment, *, address: str | None = None, say: Say = l
     if before is None:
         raise PromotionError(f"{experiment.tracking_name}: there is no previous champion to roll back to")
     champion = tracking.champion(experiment)
-    with _alone(experiment), _cluster(experiment, address, before.result.spec.placement, say):
+    with promotion_lock(experiment), _joined_cluster(experiment, address, before.result.spec.placement, say):
         deployment = Deployment(experiment=experiment, key=key)
         return Promotion(experiment=experiment, deployment=deployment, say=say).roll_back(before, champion)
 
@@ -126,7 +126,7 @@ def stop(experiment: Experiment, *, address: str | None = None, say: Say = lambd
     where = address or _local_address(experiment)
     if where is None:
         return head.stop_head(_folder(experiment))
-    with _alone(experiment):
+    with promotion_lock(experiment):
         with cluster.joined(where, with_token=address is None):
             deployment = Deployment(experiment=experiment)
             ran = deployment.exists()
@@ -148,13 +148,13 @@ def export(experiment: Experiment, *, run_id: str | None = None, folder: Path) -
     Without run_id it is the champion, else the best of the last campaign.
     """
     recorded = tracking.champion(experiment) if run_id is None else None
-    recorded = recorded or gate.candidate(experiment, run_id)
+    recorded = recorded or gate.find_candidate(experiment, run_id)
     gate.require_complete(recorded.result)
     return files.export(experiment, recorded, folder)
 
 
 @contextlib.contextmanager
-def _cluster(experiment: Experiment, address: str | None, placement: Placement, say: Say) -> Iterator[None]:
+def _joined_cluster(experiment: Experiment, address: str | None, placement: Placement, say: Say) -> Iterator[None]:
     """Connected to the cluster that the service lives in, started if it is ours to start and can hold the engine."""
     ours, started = address is None, False
     if address is None:
@@ -183,7 +183,7 @@ def _local_address(experiment: Experiment) -> str | None:
 
 
 @contextlib.contextmanager
-def _alone(experiment: Experiment) -> Iterator[None]:
+def promotion_lock(experiment: Experiment) -> Iterator[None]:
     """One promotion at a time: two would replace each other's engines."""
     folder = _folder(experiment)
     try:

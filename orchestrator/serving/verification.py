@@ -46,7 +46,7 @@ class Verification:
         }
 
 
-def check_of(experiment: Experiment, result: TrialResult) -> tuple[str, Workload, str]:
+def choose_check(experiment: Experiment, result: TrialResult) -> tuple[str, Workload, str]:
     """(workload name, one repeat of it, metric name) that a service of this result is verified with."""
     weighted = [metric.partition("/") for metric in objective_metrics(experiment.objective, experiment.workloads)]
     places = {place: name for place, _, name in weighted if place in result.measurements}
@@ -60,7 +60,7 @@ def check_of(experiment: Experiment, result: TrialResult) -> tuple[str, Workload
 
 def verify(experiment: Experiment, result: TrialResult, target: Target, say: Callable[[str], None]) -> Verification:
     """Ask the service once, then measure it once (again where our own client was late), and judge."""
-    name, workload, metric = check_of(experiment, result)
+    name, workload, metric = choose_check(experiment, result)
     failed = Verification(ok=False, reason="", workload=name, metric=metric)
     try:
         listed = client.list_models(target.base_url, target.api_key)
@@ -68,15 +68,17 @@ def verify(experiment: Experiment, result: TrialResult, target: Target, say: Cal
             return replace(failed, reason=f"it lists the models {listed}, not {target.model!r}")
         client.one_completion(target, workload.stall_s)
         say(f"{target.base_url} answers; measuring {name} once")
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             run = measure(
                 target,
                 ENGINES[result.spec.engine.kind],
                 name,
                 workload,
                 surroundings=Surroundings(speculation=result.speculation),
+                # A drafter that learns from answers would know those of the attempt before.
+                first_text=attempt * workload.num_prompts,
             )
-            found = judge(experiment, result, failed, run)
+            found = hold_against_record(experiment, result, failed, run)
             if found.ok or not {reason.code for reason in run.verdict.reasons} & OURS:
                 return found
         return found
@@ -84,7 +86,9 @@ def verify(experiment: Experiment, result: TrialResult, target: Target, say: Cal
         return replace(failed, reason=str(error))
 
 
-def judge(experiment: Experiment, result: TrialResult, empty: Verification, run: WorkloadRun) -> Verification:
+def hold_against_record(
+    experiment: Experiment, result: TrialResult, empty: Verification, run: WorkloadRun
+) -> Verification:
     """One measurement against the recorded one: wrong, slower than the tolerance allows, or good."""
     measurement, tolerance = run.measurement, experiment.serving.verify.tolerance
     if measurement.num_failed:

@@ -18,7 +18,7 @@ from yarl import URL
 
 from orchestrator.engines.exposition import read_page
 from orchestrator.serving.forward import Backend, Limits
-from orchestrator.serving.metrics_page import merged
+from orchestrator.serving.metrics_page import merge_pages
 from orchestrator.serving.relay import Closed, Relay, digest
 
 Script = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -497,7 +497,7 @@ def test_a_killed_engine_in_the_middle_of_a_stream(fake_engine) -> None:
 
 def test_metrics_of_several_engines_become_one_page() -> None:
     page = '# HELP a_total Words.\n# TYPE a_total counter\na_total 1.0\n# TYPE b gauge\nb{x="1"} 2\nb{} 3\n'
-    text = merged([("r1", page), ("r2", page)])
+    text = merge_pages([("r1", page), ("r2", page)])
     assert text.splitlines() == [
         "# HELP a_total Words.",
         "# TYPE a_total counter",
@@ -509,3 +509,38 @@ def test_metrics_of_several_engines_become_one_page() -> None:
         'b{replica="r2",x="1"} 2',
         'b{replica="r2"} 3',
     ]
+
+
+def test_only_whoever_verifies_makes_every_drafter_forget() -> None:
+    asked: list[bytes] = []
+
+    async def script(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(head.split(b" ")[1])
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        await writer.drain()
+
+    async def run() -> None:
+        forget = "/flush_cache?timeout=5"
+        async with scripted(script) as one, scripted(script) as two, relaying(one) as (relay, base):
+            relay.backends = {
+                name: Backend(name=name, base_url=url, forget_path=forget) for name, url in (("a", one), ("b", two))
+            }
+            relay.closed = Closed(
+                reason="being verified",
+                retry_after_s=1.0,
+                pass_digest=digest("pass"),
+                until_s=asyncio.get_running_loop().time() + 60,
+            )
+            async with aiohttp.ClientSession() as session:
+                for key, path, status in (
+                    (None, forget, 404),
+                    ("other", forget, 404),
+                    ("pass", "/flush_cache", 404),
+                    ("pass", forget, 200),
+                ):
+                    headers = {"Authorization": f"Bearer {key}"} if key else {}
+                    async with session.get(base + path, headers=headers) as answer:
+                        assert answer.status == status, (key, path)
+
+    asyncio.run(run())
+    assert asked == [b"/flush_cache?timeout=5"] * 2
