@@ -130,10 +130,10 @@ def _sigterm_kept() -> Iterator[None]:
         yield
         return
     ours = signal.getsignal(signal.SIGTERM)
-    seen, told = os.pipe()
-    for end in (seen, told):
+    reading, writing = os.pipe()
+    for end in (reading, writing):
         os.set_blocking(end, False)
-    before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     try:
         with contextlib.suppress(SystemExit):
             yield
@@ -142,10 +142,10 @@ def _sigterm_kept() -> Iterator[None]:
         meant_for_ours = signal.getsignal(signal.SIGTERM) is ours
         signal.signal(signal.SIGTERM, ours)
         with contextlib.suppress(BlockingIOError):
-            if signal.SIGTERM in os.read(seen, 64) and not meant_for_ours:
+            if signal.SIGTERM in os.read(reading, 64) and not meant_for_ours:
                 os.kill(os.getpid(), signal.SIGTERM)
-        os.close(seen)
-        os.close(told)
+        os.close(reading)
+        os.close(writing)
 
 
 def _watch(left: threading.Event, on_lost: Callable[[str], None]) -> None:

@@ -72,7 +72,7 @@ class Stamp:
 
 
 def install(name: str, root: Path, echo: Echo = print) -> Path:
-    """Make `.engines/NAME` below `root` what its requirements file says, and return its path.
+    """Make `.engines/NAME` below `root` as its requirements file asks, and return its path.
 
     Does nothing when it already is. Raises ConfigError for an unknown name, MachineError when the interpreter, pip or
     the import check fails; the log of the whole installation stays in `.engines/NAME.log`.
@@ -128,7 +128,7 @@ def read_stamp(environment: Path) -> Stamp | None:
 
 
 def write_stamp(environment: Path, stamp: Stamp) -> None:
-    """Write the stamp aside and rename it: its presence says that the environment is finished."""
+    """Write the stamp aside and rename it: its presence means that the environment is finished."""
     aside = environment / f".{STAMP}"
     document = {name: getattr(stamp, name) for name in Stamp.__dataclass_fields__}
     aside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
-"""The requirements file of an engine environment, read: what pip installs, and what pip cannot be told.
+"""The requirements file of an engine environment: what pip installs, and what pip has no words for.
 
-`conf/engine/environments/NAME.txt` is an ordinary requirements file. Comments that begin with `#:` at its head say
-what pip cannot be told:
+`conf/engine/environments/NAME.txt` is an ordinary requirements file. Comments that begin with `#:` at its head hold
+the rest:
 
     #: engine DISTRIBUTION        whose version is the engine's
     #: import MODULE ...          what must import for the environment to count as finished

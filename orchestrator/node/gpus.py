@@ -35,7 +35,7 @@ P2P_STATUS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuUser:
-    """A process that holds memory on a GPU. used_gib is None where the driver does not tell.
+    """A process that holds memory on a GPU. used_gib is None where the driver does not report it.
 
     name is None for a process that this node does not show (another container's, or one that has just ended).
     """
@@ -54,8 +54,9 @@ class GpuUser:
 class Gpu:
     """One GPU, or a MIG slice of it, as NVML sees it.
 
-    used_gib and total_gib are None where the driver does not tell; used_gib is then the sum over the processes, if
-    those are told. used_source says which. fault: why NVML cannot use this GPU, None for a healthy one.
+    used_gib and total_gib are None where the driver does not report them; used_gib is then the sum over the
+    processes, if their memory is reported. used_source names which. fault: why NVML cannot use this GPU; None for a
+    healthy one.
     """
 
     index: int
@@ -139,7 +140,7 @@ def _read(handle: Any, index: int, uuid: str) -> Gpu:
 
 
 def _sum_over(users: tuple[GpuUser, ...]) -> float | None:
-    """None unless every process is told: a part of the sum would be a wrong number."""
+    """None unless every process is reported: a part of the sum would be a wrong number."""
     known = [user.used_gib for user in users if user.used_gib is not None]
     return sum(known) if users and len(known) == len(users) else None
 
@@ -179,7 +180,7 @@ def wait_until_unused(ids: tuple[str, ...], timeout_s: float) -> tuple[str, ...]
 
 
 def hidden_users(ids: tuple[str, ...]) -> frozenset[int]:
-    """Pids on these GPUs that this node does not show: in a container NVML may tell the host's pids, also of ours."""
+    """Pids on these GPUs that this node does not show: in a container NVML may report the host's pids, also of ours."""
     return frozenset(user.pid for gpu in read_gpus(ids) for user in gpu.users if user.name is None)
 
 

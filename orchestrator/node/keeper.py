@@ -140,7 +140,7 @@ def main() -> int:
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
 
-    def tell(**message: object) -> None:
+    def report(**message: object) -> None:
         with contextlib.suppress(OSError):
             owner.sendall(json.dumps(message).encode() + b"\n")
 
@@ -150,9 +150,9 @@ def main() -> int:
         )
     except OSError as error:
         print(f"keeper: cannot start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
-        tell(exit=127)
+        report(exit=127)
         return 127
-    tell(pid=engine.pid)
+    report(pid=engine.pid)
     code: int | None = None
     stopping = False
     while code is None and not stopping:
@@ -165,13 +165,13 @@ def main() -> int:
             if _in_a_hurry(owner):
                 grace_s = min(grace_s, HURRIED_GRACE_S)
     if code is not None:
-        tell(exit=code)
+        report(exit=code)
     files = shared_memory([process.pid for process in _descendants()])
     late, left = _end_all(engine.pid, owner, grace_s)
     if code is None:
-        tell(exit=late)
+        report(exit=late)
     _remove_unused(files, started_s)
-    tell(left=left)
+    report(left=left)
     return 0
 
 

@@ -44,7 +44,7 @@ def run_engine(
     """Start `spec`, yield it once ready, and leave nothing of it behind.
 
     Raises EngineFailure when it does not become ready, MachineError when this node cannot start it at all.
-    What outlived the end all the same is told by the Server that on_start was given: `left` pids, `held` GPUs.
+    The Server that on_start was given names what outlived the end: `left` pids, `held` GPUs.
     """
     leftovers.sweep()
     with (

@@ -1,8 +1,7 @@
 """When may an engine be measured? Health answers, the port is its own, its model is listed, a completion gave a token.
 
-Waiting ends at once when the engine ends, soon when it has said why it will and hangs instead, and when nothing has
-moved for engine.ready.stall_s: a slow start that goes on telling what it does is waited for up to
-engine.ready.timeout_s.
+Waiting ends at once when the engine ends, soon when its log names a fatal error and it hangs, and when its log has not
+grown for engine.ready.stall_s. A slow start whose log grows is waited for up to engine.ready.timeout_s.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def wait_ready(server: Server, spec: EngineSpec) -> None:
 
 
 class _Progress:
-    """How long the engine has said nothing new."""
+    """How long the engine's log has had no new line."""
 
     def __init__(self, server: Server) -> None:
         self._path = server.plan.log_path
@@ -147,7 +146,7 @@ def _not_ready(server: Server, waits_for: str, waited_s: float, silent_s: float,
 def check_listener(server: Server) -> None:
     """A stranger that answers on our port must never be measured: every listener there has to be the engine's.
 
-    Raises EngineFailure. Where this node does not let us see our own processes' sockets, nothing can be told.
+    Raises EngineFailure. Where this node hides the sockets of our own processes, nothing is checked.
     """
     port = int(server.plan.base_url.rsplit(":", 1)[1])
     own = server.pids()

@@ -114,14 +114,14 @@ class Server:
         }
 
     def _listen(self, timeout_s: float) -> None:
-        """Take in what the keeper said; its messages are whole JSON lines."""
+        """Read the keeper's messages, each a whole JSON line."""
         self.owner_end.settimeout(timeout_s or 0.000001)
         try:
             self._unread += self.owner_end.recv(4096)
         except (TimeoutError, BlockingIOError):
             return
         except ConnectionResetError:
-            # The keeper is gone; poll() says so in a moment.
+            # The keeper is gone; poll() returns its exit code in a moment.
             time.sleep(timeout_s)
         *lines, self._unread = self._unread.split(b"\n")
         for line in lines:

@@ -23,7 +23,7 @@ def interval(quantity: Quantity | None, form: str) -> str:
 
 
 def varying_params(results: Iterable[TrialResult]) -> list[str]:
-    """Keys of the params that differ between the results and that the trials' names do not say already."""
+    """Keys of the params that differ between the results and that the trials' names do not hold already."""
     listed = list(results)
     keys = dict.fromkeys(key for result in listed for key in result.spec.params)
     return [

@@ -121,7 +121,7 @@ class Pair:
 
 
 def compare(a: Recorded, b: Recorded) -> Pair:
-    """Two runs side by side; its document() and table() say the same."""
+    """Two runs side by side; its document() and table() hold the same."""
     return Pair(a=a, b=b)
 
 

@@ -104,7 +104,7 @@ def points(experiment: Experiment) -> tuple[list[TrialSpec], list[tuple[str, str
 
 
 def point_name(params: Mapping[str, Any]) -> str:
-    """A name such as `k=6,max-num-seqs=4`: the last parts of the keys, as many as tell them apart."""
+    """A name such as `k=6,max-num-seqs=4`: the last parts of the keys, as many as are needed to distinguish them."""
     labels = _labels(list(params))
     text = ",".join(f"{labels[key]}={_value_text(value)}" for key, value in params.items())
     return _UNSAFE.sub("_", text)[:_MAX_NAME] or ONE_POINT

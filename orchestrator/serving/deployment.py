@@ -77,7 +77,7 @@ class Deployment:
         return str(found.status.value) if found else None
 
     def state(self) -> dict[str, Any] | None:
-        """What the gateway tells of itself; None while none answers."""
+        """The gateway's own document; None while none answers."""
         if self.gateway_name not in _applications():
             return None
         with contextlib.suppress(RayServeException, TimeoutError, RuntimeError):

@@ -54,7 +54,7 @@ class Backend:
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """What `/metrics` tells of this listener."""
+    """What `/metrics` publishes of this listener."""
 
     requests: Counter[int] = field(default_factory=Counter)
     bytes_out: int = 0
@@ -219,7 +219,7 @@ class Forwarder:
     async def _end_broken_answer(
         self, request: web.BaseRequest, response: web.StreamResponse, answer: aiohttp.ClientResponse, error: Exception
     ) -> None:
-        """The engine went away in the middle: a stream is told so, anything else ends visibly incomplete."""
+        """The engine went away in the middle: a stream gets an error event, anything else ends visibly incomplete."""
         self._counts.engine_losses += 1
         log.warning("answer broken off: %s: %s", type(error).__name__, error)
         if answer.content_type == "text/event-stream":
@@ -233,7 +233,7 @@ class Forwarder:
             request.transport.abort()
 
     async def _engine_error(self, answer: aiohttp.ClientResponse) -> web.Response:
-        """An engine's 5xx keeps its status; its text may tell what is nobody's business."""
+        """An engine's 5xx keeps its status; its text may hold what is nobody's business."""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             text = await answer.content.read(2000)
             log.warning("engine answered %d: %s", answer.status, text.decode(errors="replace"))

@@ -1,7 +1,7 @@
 """The gateway: the Serve deployment that holds the listener and lives longer than the engines behind it.
 
-Requests do not pass through Serve's own proxy: the gateway talks to the engines directly, which tell it twice a second
-where they are (experiments/relay-overhead says why). An engine that stops telling is taken out.
+Requests do not pass through Serve's own proxy: the gateway talks to the engines directly, which report twice a second
+where they are (experiments/relay-overhead has the reason). An engine that stops reporting is taken out.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Gateway:
         return asyncio.run_coroutine_threadsafe(job, self._loop).result(timeout=30)
 
     async def report(self, replica: str, state: Mapping[str, Any]) -> int:
-        """An engine tells where it is; ready False takes it out at once. Returns the requests at it now."""
+        """Take an engine's report of where it is; ready False takes it out at once. Returns the requests at it now."""
 
         def take() -> int:
             self._take_report(replica, state)

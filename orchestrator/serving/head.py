@@ -151,7 +151,7 @@ def _start_command(address: str, temp_dir: str, num_gpus: int | None, dashboard_
     ]
 
 
-# A head is a cluster that others join; what this process was told about its own Ray does not hold for it.
+# A head is a cluster that others join: settings for the Ray of this process do not hold for it.
 NOT_A_HEADS = ("RAY_ADDRESS", "RAY_JOB_ID", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
 
 

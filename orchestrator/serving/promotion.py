@@ -253,7 +253,7 @@ def restore_secrets(recorded: EngineSpec, configured: EngineSpec) -> EngineSpec:
 
 
 def public_record(recorded: Recorded, experiment: Experiment) -> dict[str, Any]:
-    """What GET /orchestrator tells of the run: plain data."""
+    """What GET /orchestrator publishes of the run: plain data."""
     result = recorded.result
     return {
         "experiment": experiment.name,

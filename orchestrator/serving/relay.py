@@ -1,7 +1,7 @@
 """Clients -> engine, byte for byte: the HTTP listener in front of the engines. Knows neither Ray nor MLflow.
 
 It takes requests in, asks for the key, keeps the limits, picks an engine and passes bytes on as they come, in both
-directions. It lives longer than any engine: while none is ready it says so with 503 and Retry-After.
+directions. It lives longer than any engine: while none is ready it answers 503 with Retry-After.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The engines as a Serve deployment: each replica starts one engine exactly as its trial did, and watches it.
 
-Serve places, starts, checks and replaces replicas; the gateway (gateway.py) is told where each engine listens.
+Serve places, starts, checks and replaces replicas. Each replica reports to the gateway where its engine listens.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class EngineDeploymentSpec:
     """What one engine replica starts, as plain data: it travels through Serve and into exported files.
 
     engine: the EngineSpec of the run. version: another one replaces the engines. folder: where their logs go.
-    record: what GET /orchestrator tells of the run.
+    record: what GET /orchestrator publishes of the run.
     """
 
     run_id: str
@@ -114,7 +114,7 @@ class EngineReplica:
                 if busy and time.monotonic() < deadline and not self._stop.wait(2.0):
                     continue
                 self._ended = f"{failure.diagnosis.cause or 'ended'}: {failure.diagnosis.summary}"
-            except Exception as error:  # noqa: BLE001 (told to Serve, which decides about this replica)
+            except Exception as error:  # noqa: BLE001 (reported to Serve, which decides about this replica)
                 self._ended = f"{type(error).__name__}: {error}"
             self._up.set()
             return
@@ -137,7 +137,7 @@ class EngineReplica:
         self._starting = starting
 
     async def _report(self) -> None:
-        """Tell the gateway twice a second where this engine is, and at once when it has ended or is to go.
+        """Report to the gateway twice a second where this engine is, and at once when it has ended or is to go.
 
         Returns when that is so and, for an engine that is to go, when it has no more requests.
         """
@@ -188,7 +188,7 @@ class EngineReplica:
             await relay.stop()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Asked by Serve: the requests at this engine, as the gateway last said."""
+        """Asked by Serve: the requests at this engine, as the gateway last reported."""
         return {IN_FLIGHT: self._in_flight}
 
     def check_health(self) -> None:

@@ -3,7 +3,7 @@
 # ruff: noqa: E402
 import os
 
-# MLflow reads these when it is imported or called. A store that is down must be told in seconds, not minutes.
+# MLflow reads these when it is imported or called. A store that is down must be reported in seconds, not minutes.
 for _name, _value in {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",

@@ -1,4 +1,4 @@
-"""Which process wrote a run, so that a run whose driver is gone can be told from one that is still written."""
+"""Which process wrote a run, to distinguish a run whose driver is gone from one that is still written."""
 
 from __future__ import annotations
 

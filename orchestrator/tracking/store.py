@@ -21,7 +21,7 @@ from orchestrator.config import Experiment
 from orchestrator.errors import TrackingError
 from orchestrator.masking import mask_urls
 
-# Schema migrations and retries are told line by line otherwise; what matters of them arrives as a TrackingError.
+# Schema migrations and retries are logged line by line otherwise; what matters of them arrives as a TrackingError.
 for _name in ("mlflow", "alembic", "urllib3.connectionpool"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
@@ -109,8 +109,8 @@ def border(uri: str, what: str) -> Iterator[None]:
     except Exception as error:
         # Broad, because MLflow lets the errors of its databases, drivers and networks through as they are.
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        told = f"tracking: {uri}: {what}: {first[:300]}"
-        raise TrackingError(mask_urls(told)) from error
+        sentence = f"tracking: {uri}: {what}: {first[:300]}"
+        raise TrackingError(mask_urls(sentence)) from error
 
 
 def search(client: MlflowClient, experiment_id: str, query: str) -> list[Run]:

@@ -68,13 +68,13 @@ class _Reporter:
         self._earlier: dict[str, Measurement] = {}
 
     def on_progress(self, phase: str, _done: int, _total: int) -> None:
-        # A report costs milliseconds, so only a change of phase is told, never a request.
+        # A report costs milliseconds, so only a change of phase is reported, never a request.
         if phase != self._phase:
             self._phase = phase
             tune.report({"phase": phase})
 
     def on_measurement(self, workload: str, so_far: Measurement) -> bool:
-        """Between repeats, when nothing is measured: tell the driver, and say whether going on can still pay."""
+        """Between repeats, when nothing is measured: report the repeat, return whether going on can still pay."""
         task = self._task
         others = {name: measurement for name, measurement in self._earlier.items() if name != workload}
         self._earlier[workload] = so_far

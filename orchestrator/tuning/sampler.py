@@ -29,7 +29,7 @@ def for_experiment(experiment: Experiment, ledger: Ledger) -> Tpe | None:
 
 
 class Tpe:
-    """num_samples different points, each drawn with all that was told before; continues what the ledger holds."""
+    """num_samples different points, each drawn with the results of all before; continues what the ledger holds."""
 
     def __init__(self, experiment: Experiment, ledger: Ledger) -> None:
         self._experiment, self._ledger = experiment, ledger

@@ -158,7 +158,7 @@ class _Feed(Searcher):
         return True
 
     def failed(self, trial_id: str, error_path: str | None) -> None:
-        """What Tune says of a trial that ended without a result; called before it is taken back."""
+        """Keep Tune's error of a trial that ended without a result; called before the trial is taken back."""
         error = cloudpickle.loads(Path(error_path).read_bytes()) if error_path else None
         if trial_id in self._placed and error is not None and not isinstance(error, RayActorError):
             last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
