@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -25,19 +25,6 @@ PHASES = {
 }
 # What each phase needs to last long enough to be hit.
 SLOW = {"loading": {"load_s": 30.0}, "warming": {"ttft_s": 6.0}, "measuring": {"tokens_per_s": 10.0}}
-
-
-@pytest.fixture
-def driver(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
-    made: list[Driver] = []
-
-    def make(**arguments: object) -> Driver:
-        made.append(Driver(tmp_path, **arguments))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.end()
 
 
 def _ray_processes(folder: Path) -> list[psutil.Process]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -14,19 +13,6 @@ from tests.support.drivers import SPECULATION, Driver, wait_until
 
 pytestmark = pytest.mark.ray
 K = f"{SPECULATION}.num_speculative_tokens"
-
-
-@pytest.fixture
-def driver(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
-    made: list[Driver] = []
-
-    def make(**arguments: object) -> Driver:
-        made.append(Driver(tmp_path, **arguments))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.end()
 
 
 def _listening_beyond_loopback(pid: int) -> list[str]:
