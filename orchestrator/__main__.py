@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from orchestrator import airgap, config, report, search, tracking
-from orchestrator import unpack as unpacking
+from orchestrator import config, report, search, tracking
 from orchestrator.cli import doctor
 from orchestrator.cli import dry_run as planning
 from orchestrator.environments import install
 from orchestrator.errors import ConfigError, MachineError, OrchestratorError
 from orchestrator.measure.verdict import LEVELS
 from orchestrator.tuning import interrupt
+from tools.airgap import pack as airgap
+from tools.airgap import unpack as unpacking
 
 if TYPE_CHECKING:
     from orchestrator.campaign.campaign import Campaign

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import airgap, unpack
 from orchestrator.environments import install
 from orchestrator.environments.requirements import REQUIREMENTS_FOLDER, Requirements, read_requirements
 from orchestrator.errors import ConfigError, MachineError
 from tests.support.paths import ROOT
 from tests.support.wheels import make_wheel, write_requirements
+from tools.airgap import pack as airgap
+from tools.airgap import unpack
 
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 UNPACK_SCRIPT = Path(unpack.__file__)
@@ -243,7 +244,7 @@ def test_the_hosts_list_is_what_pip_freeze_prints(tmp_path: Path) -> None:
 
 def test_the_projects_airgap_sources_can_be_read() -> None:
     root = ROOT
-    folder = root / "experiments" / "airgap"
+    folder = root / "tools" / "airgap"
     assert {read_requirements(str(folder / f"{name}.txt"), root).name for name in ("orchestrator", "smollm2")}
     host = airgap.host_packages(folder / "host-h200.txt")
     assert host["torch"] == "2.11.0"

@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 
-from orchestrator import unpack as unpacking
-from orchestrator.archive import Part, program, write_archive
 from orchestrator.environments.install import Echo
 from orchestrator.environments.requirements import Requirements, read_requirements
 from orchestrator.errors import ConfigError, MachineError
+from tools.airgap import unpack as unpacking
+from tools.airgap.archive import Part, program, write_archive
 
 DEFAULT_PLATFORM = "x86_64-manylinux_2_35"
 _PIN = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^\]]*\])?(?:==([^\s;]+))?")

@@ -5,7 +5,7 @@
 set -euo pipefail
 parts=$1
 shift
-python3 orchestrator/unpack.py "$parts" "$@" --into .engines
+python3 tools/airgap/unpack.py "$parts" "$@" --into .engines
 for name in "$@"; do
   case $name in
     vllm)
