@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from orchestrator import airgap, config, report, search, tracking
-from orchestrator import unpack as unpacking
+from orchestrator import config, report, search, tracking
 from orchestrator.cli import doctor
 from orchestrator.cli import dry_run as planning
 from orchestrator.environments import install
@@ -278,41 +277,6 @@ def ui(
 def install_environment(name: Annotated[str, typer.Argument(help="a file in conf/engine/environments")]) -> None:
     """Make an engine's own environment under .engines/NAME; does nothing when it is up to date."""
     _say(f"installed: {install.install(name, Path.cwd(), _say)}")
-
-
-@engine_app.command()
-def pack(
-    names: Annotated[list[str], typer.Argument(help="engine environments, or requirements files")],
-    *,
-    out: Annotated[Path, typer.Option(help="folder for the parts")],
-    python: Annotated[str, typer.Option(help="the host's Python")] = "3.12",
-    platform: Annotated[str, typer.Option(help="as uv names it")] = airgap.DEFAULT_PLATFORM,
-    exclude_from: Annotated[Path | None, typer.Option(help="what the host has, NAME or NAME==VERSION a line")] = None,
-    part_mb: Annotated[int, typer.Option(help="size of a part in MB")] = 60,
-) -> None:
-    """Pack environments for a host without a package index; its unpack.py needs only Python there."""
-    airgap.pack(
-        names,
-        Path.cwd(),
-        out,
-        python=python,
-        platform=platform,
-        exclude_from=exclude_from,
-        part_bytes=part_mb * 1_000_000,
-        echo=_say,
-    )
-
-
-@engine_app.command()
-def unpack(
-    folder: Annotated[Path, typer.Argument(help="the parts that `engine pack` wrote")],
-    names: Annotated[list[str] | None, typer.Argument(help="only these")] = None,
-) -> None:
-    """Unpack what `engine pack` wrote into .engines."""
-    try:
-        unpacking.unpack(folder, Path(".engines"), names or [])
-    except unpacking.UnpackError as error:
-        raise MachineError(str(error)) from None
 
 
 @engine_app.command(name="list")

@@ -9,7 +9,7 @@ the rest:
     #: no-deps REQUIREMENT ...    installed afterwards, without what they depend on
     #: remove PACKAGE ...         uninstalled at the end
     #: program PATH ...           a program below site-packages that is to be found in the environment's bin
-    #: pack-without PACKAGE ...   not needed where a packed environment goes (airgap.py)
+    #: pack-without PACKAGE ...   not needed where a packed environment goes (tools/airgap/pack.py)
     #: pack-without-file GLOB ... likewise, below site-packages
     #: pack-from-host PACKAGE ... taken from the host there even when its version is another one
 """

@@ -1,4 +1,4 @@
-"""Packing for a host without an index, and unpacking there. The resolver, uv, is replaced by a program of ours."""
+"""Packing for a host without an index, and unpacking there."""
 
 from __future__ import annotations
 
@@ -11,69 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import airgap, unpack
 from orchestrator.environments import install
 from orchestrator.environments.requirements import REQUIREMENTS_FOLDER, Requirements, read_requirements
 from orchestrator.errors import ConfigError, MachineError
+from tests.support.packing import PYTHON, pack
 from tests.support.paths import ROOT
-from tests.support.wheels import make_wheel, write_requirements
+from tests.support.wheels import write_requirements
+from tools.airgap import pack as packing
+from tools.airgap import unpack
 
-PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 UNPACK_SCRIPT = Path(unpack.__file__)
-
-# `uv pip compile` answers with what stands in resolution.txt, after checking that the host's versions were offered;
-# `uv pip install --target` unzips wheels, as it does for packages without compiled code.
-FAKE_UV = """#!{python}
-import pathlib, sys, zipfile
-root, (_, verb, *rest) = pathlib.Path({root!r}), sys.argv[1:]
-if verb == "compile":
-    output = pathlib.Path(rest[rest.index("-o") + 1])
-    (root / "offered.txt").write_text(output.read_text())
-    source = pathlib.Path(rest[0])
-    if source.stem == "unsolvable":
-        sys.exit("  x No solution found when resolving dependencies")
-    output.write_text((root / f"{{source.stem}}.resolution").read_text())
-else:
-    target = pathlib.Path(rest[rest.index("--target") + 1])
-    for line in pathlib.Path(rest[rest.index("-r") + 1]).read_text().split():
-        name, version = line.split("==")
-        with zipfile.ZipFile(root / "wheels" / f"{{name}}-{{version}}-py3-none-any.whl") as wheel:
-            wheel.extractall(target)
-    (target / "bin").mkdir(exist_ok=True)
-    (target / "bin" / name).write_text("#!/the/wrong/python\\n")
-    (target / "bin" / f"{{name}}-tool").write_text("a compiled program")
-"""
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    big = "DATA = '" + "shared between both " * 4000 + "'\n"
-    make_wheel(tmp_path / "wheels", "alpha", "1.0", code=f"{big}def main():\n    print('alpha speaks')\n")
-    make_wheel(tmp_path / "wheels", "beta", "2.0", code="import common\n\ndef main():\n    print('beta speaks')\n")
-    make_wheel(tmp_path / "wheels", "common", "3.0", code=big)
-    bin_folder = tmp_path / "bin"
-    bin_folder.mkdir()
-    (bin_folder / "uv").write_text(FAKE_UV.format(python=sys.executable, root=str(tmp_path)))
-    (bin_folder / "uv").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{bin_folder}{os.pathsep}{os.environ['PATH']}")
-    write_requirements(tmp_path, "#: engine alpha\nalpha\n", "first")
-    write_requirements(tmp_path, "#: engine beta\nbeta\n", "second")
-    (tmp_path / "first.resolution").write_text("alpha==1.0\ncommon==3.0\nnumpy==2.3.5\n")
-    (tmp_path / "second.resolution").write_text("beta==2.0\ncommon==3.0\n")
-    (tmp_path / "host.txt").write_text("# the host\nnumpy\ntorch==2.11.0+cu130\n")
-    return tmp_path
-
-
-def pack(root: Path, *names: str, part_bytes: int = 1000) -> list[airgap.Manifest]:
-    return airgap.pack(
-        list(names),
-        root,
-        root / "parts",
-        python=PYTHON,
-        exclude_from=root / "host.txt",
-        part_bytes=part_bytes,
-        echo=lambda _: None,
-    )
 
 
 def test_a_packed_environment_runs_where_it_is_unpacked(root: Path) -> None:
@@ -82,7 +29,7 @@ def test_a_packed_environment_runs_where_it_is_unpacked(root: Path) -> None:
     assert (root / "offered.txt").read_text() == "torch==2.11.0\n"
     assert all(part.bytes <= 1000 for part in first.parts)
     assert len(first.parts) > 1
-    unpack.unpack(root / "parts", root / "host/.engines", echo=lambda _: None)
+    unpack.unpack(root / "parts", root / "host/.engines")
     for name, said in (("first/bin/alpha", "alpha speaks\n"), ("second/bin/beta", "beta speaks\n")):
         shown = subprocess.run([root / "host/.engines" / name], capture_output=True, text=True, check=True)
         assert shown.stdout == said
@@ -95,7 +42,7 @@ def test_a_file_that_two_archives_share_travels_once(root: Path) -> None:
     first, second = pack(root, "first", "second")
     assert second.unpacked_bytes == alone.unpacked_bytes
     assert sum(p.bytes for p in second.parts) < sum(p.bytes for p in alone.parts)
-    unpack.unpack(root / "parts", root / "engines", echo=lambda _: None)
+    unpack.unpack(root / "parts", root / "engines")
     relative = f"lib/python{PYTHON}/site-packages/common.py"
     assert (root / "engines/first" / relative).samefile(root / "engines/second" / relative)
     assert first.needs == {}
@@ -109,14 +56,14 @@ def test_links_into_another_build_of_an_archive_are_refused(root: Path) -> None:
     # Packed alone and anew, as one does after a change of its requirements.
     (root / "first.resolution").write_text("alpha==1.0\n")
     pack(root, "first")
-    unpack.unpack(root / "parts", root / "engines", echo=lambda _: None)
+    unpack.unpack(root / "parts", root / "engines")
     with pytest.raises(unpack.UnpackError, match="pack both in one call"):
-        unpack.unpack(root / "elsewhere", root / "engines", echo=lambda _: None)
+        unpack.unpack(root / "elsewhere", root / "engines")
 
 
 def test_an_unpacked_environment_sees_the_packages_of_its_host(root: Path) -> None:
     pack(root, "first")
-    (target,) = unpack.unpack(root / "parts", root / "engines", ["first"], lambda _: None)
+    (target,) = unpack.unpack(root / "parts", root / "engines", ["first"])
     found = subprocess.run(
         [target / "bin/python", "-c", "import alpha, sys, numpy; print(numpy.__file__); print(sys.prefix)"],
         capture_output=True,
@@ -140,7 +87,7 @@ def test_the_script_needs_nothing_but_python_and_says_what_it_did(root: Path) ->
 
 def test_what_was_unpacked_is_listed_as_ready(root: Path) -> None:
     pack(root, "first")
-    unpack.unpack(root / "parts", root / ".engines", echo=lambda _: None)
+    unpack.unpack(root / "parts", root / ".engines")
     shown = {info.name: (info.state, info.engine_version) for info in install.listed(root)}
     assert shown == {"first": ("ready", "1.0"), "second": ("absent", None)}
 
@@ -148,7 +95,7 @@ def test_what_was_unpacked_is_listed_as_ready(root: Path) -> None:
 def test_parts_may_be_unpacked_without_the_program_xz(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pack(root, "first")
     monkeypatch.setenv("PATH", str(root / "empty"))
-    (target,) = unpack.unpack(root / "parts", root / "engines", echo=lambda _: None)
+    (target,) = unpack.unpack(root / "parts", root / "engines")
     assert (target / "bin/alpha").exists()
 
 
@@ -187,7 +134,7 @@ def test_files_and_packages_left_out_do_not_travel(root: Path) -> None:
     )
     (manifest,) = pack(root, "first")
     assert manifest.packages == {"alpha": "1.0"}
-    (target,) = unpack.unpack(root / "parts", root / "engines", echo=lambda _: None)
+    (target,) = unpack.unpack(root / "parts", root / "engines")
     assert not list(target.rglob("alpha-*/WHEEL"))
     assert list(target.rglob("alpha-*/METADATA"))
 
@@ -224,7 +171,7 @@ def test_the_hosts_package_serves_when_its_version_fits(
     host_version: str | None, directive: tuple[str, ...], place: str
 ) -> None:
     wanted = Requirements(name="n", path=Path("n.txt"), engine="e", pack_from_host=directive)
-    inside, from_host, differs = airgap.divide({"numpy": "2.3.5"}, {"numpy": host_version}, wanted)
+    inside, from_host, differs = packing.divide({"numpy": "2.3.5"}, {"numpy": host_version}, wanted)
     assert inside == ({"numpy": "2.3.5"} if place == "inside" else {})
     assert from_host == ({} if place == "inside" else {"numpy": "2.3.5"})
     assert differs == ({"numpy": "2.3.5, host 2.5.2"} if place == "differs" else {})
@@ -233,19 +180,19 @@ def test_the_hosts_package_serves_when_its_version_fits(
 def test_the_hosts_list_is_what_pip_freeze_prints(tmp_path: Path) -> None:
     path = tmp_path / "host.txt"
     path.write_text("Foo_Bar==1.2+local\nbaz[extra]==3 # a remark\n\nqux\nnamed @ file:///somewhere\n")
-    assert airgap.host_packages(path) == {"foo-bar": "1.2", "baz": "3", "qux": None, "named": None}
+    assert packing.host_packages(path) == {"foo-bar": "1.2", "baz": "3", "qux": None, "named": None}
     path.write_text("fine\n=1.0\n")
     with pytest.raises(ConfigError, match=r"host\.txt:2"):
-        airgap.host_packages(path)
+        packing.host_packages(path)
     with pytest.raises(ConfigError, match="cannot be read"):
-        airgap.host_packages(tmp_path / "absent.txt")
+        packing.host_packages(tmp_path / "absent.txt")
 
 
 def test_the_projects_airgap_sources_can_be_read() -> None:
     root = ROOT
-    folder = root / "experiments" / "airgap"
+    folder = root / "tools" / "airgap"
     assert {read_requirements(str(folder / f"{name}.txt"), root).name for name in ("orchestrator", "smollm2")}
-    host = airgap.host_packages(folder / "host-h200.txt")
+    host = packing.host_packages(folder / "host-h200.txt")
     assert host["torch"] == "2.11.0"
     for name in ("vllm", "sglang"):
         assert read_requirements(name, root).pack_without_files
@@ -267,10 +214,49 @@ def test_an_archive_is_the_same_whenever_it_is_made(root: Path) -> None:
     assert (root / REQUIREMENTS_FOLDER).is_dir()
 
 
-def test_the_verb_tells_a_fault_of_the_parts_as_one_of_the_machine(root: Path) -> None:
-    pack(root, "first")
-    assert airgap.unpack(root / "parts", root, ["first"], lambda _: None) == [root / ".engines/first"]
-    shutil.rmtree(root / ".engines/first")
-    (root / "parts/first.tar.xz.000").unlink()
-    with pytest.raises(MachineError, match="is missing"):
-        airgap.unpack(root / "parts", root)
+def test_packing_from_the_command_line(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)
+    options = [
+        "--python",
+        PYTHON,
+        "--platform",
+        "x86_64-manylinux_2_28",
+        "--exclude-from",
+        "host.txt",
+        "--part-mb",
+        "1",
+    ]
+    assert packing.main(["first", "--out", "parts", *options, "second"]) == 0
+    for name in ("first", "second"):
+        manifest = json.loads((root / f"parts/{name}.json").read_text())
+        assert (manifest["python"], manifest["platform"]) == (PYTHON, "x86_64-manylinux_2_28")
+    assert list(json.loads((root / "parts/first.json").read_text())["from_host"]) == ["numpy"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path", "code", "words"),
+    [
+        (["absent", "--out", "parts"], None, 2, "conf/engine/environments/absent.txt"),
+        (["first", "--out", "parts", "--exclude-from", "absent.txt"], None, 2, "absent.txt: cannot be read"),
+        (["first", "--out", "parts", "--exclude-from", "bin/uv"], None, 2, "expected NAME or NAME==VERSION"),
+        (["first", "--out", "parts"], "empty", 3, "uv on PATH"),
+        (["first", "--out", "host.txt"], None, 3, "host.txt: "),
+    ],
+)
+def test_what_stops_packing_is_one_sentence(
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    path: str | None,
+    code: int,
+    words: str,
+) -> None:
+    monkeypatch.chdir(root)
+    if path is not None:
+        monkeypatch.setenv("PATH", path)
+    assert packing.main(arguments) == code
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert words in error

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# On the air-gapped host, in the project's folder: environments from their parts, the vLLM plugin, the model folders.
-#   prepare.sh PARTS NAME...  e.g. prepare.sh /root/parts orchestrator vllm
-# Each step does nothing when it is done already, so that it may run again after more parts have arrived.
+# On the air-gapped host, in the project's folder: unpack environments, install the vLLM plugin, make the model folders.
+#   bash tools/airgap/prepare.sh PARTS NAME...    e.g. /root/parts orchestrator vllm
+# A step that is done already does nothing, so the script may run again after more parts have arrived.
 set -euo pipefail
 parts=$1
 shift
-python3 orchestrator/unpack.py "$parts" "$@" --into .engines
+python3 tools/airgap/unpack.py "$parts" "$@" --into .engines
 for name in "$@"; do
   case $name in
     vllm)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# On the air-gapped host: put the parts that just arrived into one folder and say which are still missing.
-#   receive.sh FROM TO        FROM and TO are folders; every *.json and *.tar.xz.NNN of FROM is moved
+# On the air-gapped host: move the parts that have arrived into one folder and list those that are missing.
+#   bash tools/airgap/receive.sh FROM TO    FROM and TO are folders; every *.json and *.tar.xz.NNN of FROM is moved
 set -euo pipefail
 from=$1 to=$2
 mkdir -p "$to"

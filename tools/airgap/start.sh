@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # On the air-gapped host, in the project's folder: run experiments one after another in a session of their own, which
 # outlives the command that started it. Finished trials are skipped, so it may be started again.
-#   start.sh 'CONF [key=value ...]'...    progress in mlruns/chain/NAME.log, exit code in mlruns/chain/NAME.rc, session in mlruns/chain/chain.pid
+#   bash tools/airgap/start.sh 'CONF [key=value ...]'...
+# mlruns/chain/ receives NAME.log (progress), NAME.rc (exit code) and, while it runs, chain.pid (the session).
 set -euo pipefail
 mkdir -p mlruns/chain
 if [ -f mlruns/chain/chain.pid ] && kill -0 "$(cat mlruns/chain/chain.pid)" 2>/dev/null; then
@@ -10,14 +11,14 @@ if [ -f mlruns/chain/chain.pid ] && kill -0 "$(cat mlruns/chain/chain.pid)" 2>/d
 fi
 : "${CUDA_HOME:=$(dirname "$(dirname "$(readlink -f "$(command -v nvcc)")")")}"
 export CUDA_HOME
-# The engines' caches of compiled kernels lie under .engines/.cache; so do those that only these variables move there.
+# The orchestrator puts the engines' caches of compiled kernels under .engines/.cache; these variables move the others.
 export CUTE_DSL_CACHE_DIR=$PWD/.engines/.cache/cute_dsl TVM_FFI_CACHE_DIR=$PWD/.engines/.cache/tvm-ffi
 export XDG_CACHE_HOME=$PWD/.engines/.cache/xdg
-# No network: nothing is looked up, nobody is told.
+# No network: nothing is looked up, no usage is reported.
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0
-# The machine's memory grows as it is used; Ray would take the small beginning for the whole and kill the engine.
+# The memory of this machine grows on demand: Ray would take its first size for the limit and kill the engine.
 export RAY_memory_monitor_refresh_ms=0
-# Multicast stays off for every process here, not only for the engines that the machine files speak of.
+# Multicast is off for every process here, not only for the engines whose machine file switches it off.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 setsid bash -c '
   echo $$ >mlruns/chain/chain.pid

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# On the air-gapped host, in the project's folder: results and compiled kernels as archives of at most 15 MB a piece.
-#   save.sh FOLDER [results|jit]...    results.tar.xz.NN (campaigns, MLflow's database, logs) and jit.tar.xz.NN
+# On the air-gapped host, in the project's folder: write results and compiled kernels as archives in parts of 15 MB.
+#   bash tools/airgap/save.sh FOLDER [results|jit]...
+# results.tar.xz.NN holds the campaigns, MLflow's database and the logs; jit.tar.xz.NN the compiled kernels.
 # Restore on a new machine, in the project's folder:   cat jit.tar.xz.* | tar -xJ
 set -euo pipefail
 out=$1
@@ -13,7 +14,7 @@ for what in "${@:-results}"; do
     jit) folders=.engines/.cache ;;
     *) echo "save.sh: $what: allowed are results and jit" >&2 && exit 2 ;;
   esac
-  # A file that an engine is writing right now is saved as far as it goes.
+  # A file that an engine is writing meanwhile is saved as far as it has been written.
   tar -cJ --warning=no-file-changed --ignore-failed-read --exclude='*.lock' $folders | split -b 15M -d -a 2 - "$out/$what.tar.xz." ||
     [ "${PIPESTATUS[0]}" -le 1 ]
 done

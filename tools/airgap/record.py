@@ -1,9 +1,10 @@
-"""Start one point of an experiment and keep what its engine says, as fixtures for the tests of the engine modules.
+"""Start one point of an experiment and record its engine's output as fixtures for the tests of the engine modules.
 
-    .engines/orchestrator/bin/python experiments/airgap/record.py conf/h200_smollm2_sglang.yaml NAME FOLDER
+    .engines/orchestrator/bin/python -m tools.airgap.record conf/h200_smollm2_sglang.yaml NAME FOLDER
 
-NAME is a point as `tune --dry-run` shows it. FOLDER receives NAME.log (the engine's log), and from a start that
-succeeds NAME.metrics.txt, NAME.server_info.json and NAME.stream.txt (one streamed completion, byte for byte).
+Run it in the project's folder. NAME is a point as `tune --dry-run` shows it. FOLDER receives NAME.log (the engine's
+log). A start that succeeds adds NAME.metrics.txt, NAME.server_info.json and NAME.stream.txt (one streamed completion,
+byte for byte).
 """
 
 from __future__ import annotations
@@ -17,14 +18,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from orchestrator import config  # noqa: E402
-from orchestrator.engines import ENGINES  # noqa: E402
-from orchestrator.errors import EngineFailure  # noqa: E402
-from orchestrator.node.launch import run_engine  # noqa: E402
-from orchestrator.search import space  # noqa: E402
+from orchestrator import config
+from orchestrator.engines import ENGINES
+from orchestrator.errors import EngineFailure
+from orchestrator.node.launch import run_engine
+from orchestrator.search import space
 
 STREAM: dict[str, Any] = {
     "prompt": "def add(a, b):\n    return a + b\n\ndef add(a, b):\n    return a +",
@@ -37,7 +35,7 @@ STREAM: dict[str, Any] = {
 
 
 def record(conf: str, name: str, folder: Path) -> int:
-    """Start the point, read its pages, end it. Returns the exit code."""
+    """Start the engine of the point, read its pages, stop it. Returns the exit code."""
     points, _ = space.points(config.load(conf))
     chosen = [point for point in points if point.name == name]
     if not chosen:
@@ -77,7 +75,7 @@ def _read(base_url: str, path: str, api_key: str | None, body: bytes | None = No
 
 
 def _without(content: bytes, api_key: str | None) -> bytes:
-    """SGLang tells its own key in its server info."""
+    """Mask the API key: SGLang includes it in its server info."""
     return content.replace(api_key.encode(), b"****") if api_key else content
 
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# On the air-gapped host: do the environments import there, and what do their requirements miss? Changes nothing.
-#   check.sh NAME...
+# On the air-gapped host, in the project's folder: import what an engine start imports, and compare the requirements.
+# Changes nothing.
+#   bash tools/airgap/check.sh NAME...
 set -uo pipefail
 status=0
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
@@ -20,7 +21,7 @@ for name in "$@"; do
     status=1
     echo "$name DOES NOT import"
   fi
-  # What the host lacks or has in another version; most of it is never reached, so it informs only.
+  # What the host lacks or has in another version. Most of it is never imported, so it does not decide the exit code.
   .engines/"$name"/bin/python -m pip check 2>&1 | sed "s/^/$name: /" | head -n 15
 done
 exit $status

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# On the air-gapped host, in the project's folder: wait for what start.sh began, at most SECONDS, then show where it is.
-#   poll.sh SECONDS
+# On the air-gapped host, in the project's folder: wait at most SECONDS for what start.sh began, then show its progress.
+#   bash tools/airgap/poll.sh SECONDS
 set -uo pipefail
 until_s=$((SECONDS + $1))
 while [ -f mlruns/chain/chain.pid ] && [ $SECONDS -lt $until_s ]; do sleep 3; done

@@ -1,29 +1,30 @@
-"""Pack engine environments for a host without a package index, and split them into parts that can be carried there.
+"""Pack engine environments for a host without a package index.
 
-The resolver is uv (a program on PATH), because it resolves for another Python and platform than the running one. What
-the host has already is left out where its version fits; files that two archives share are stored once.
-orchestrator/unpack.py is the other half and needs nothing but Python.
+    python -m tools.airgap.pack NAME... --out PARTS
+
+Run it in the project's folder. The program uv resolves, because it can do so for another Python and another platform.
+A package of the host is left out where its version fits. A file that several archives hold is stored once.
+Each archive is split into parts of a given size. unpack.py turns the parts into environments on the host.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import shutil
 import subprocess
-import tarfile
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 
-from orchestrator import unpack as unpacking
-from orchestrator.archive import Part, program, write_archive
-from orchestrator.environments.install import Echo
 from orchestrator.environments.requirements import Requirements, read_requirements
-from orchestrator.errors import ConfigError, MachineError
+from orchestrator.errors import ConfigError, MachineError, OrchestratorError
+from tools.airgap.archive import Part, program, write_archive
 
 DEFAULT_PLATFORM = "x86_64-manylinux_2_35"
 _PIN = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^\]]*\])?(?:==([^\s;]+))?")
@@ -31,11 +32,11 @@ _PIN = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^\]]*\])?(?:==([^\s;]+))?
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What an archive holds and what it counts on; NAME.json beside the parts.
+    """What an archive holds and what it needs from the host and other archives; NAME.json beside the parts.
 
-    packages: name -> version inside. from_host: name -> version resolved for it, left to the host.
-    differs: name -> "resolved, host" where the requirements file says to take the host's all the same.
-    needs: archives whose files this one links to, name -> archive_sha256.
+    packages: name -> version of what the archive holds. from_host: name -> resolved version of what the host provides.
+    differs: name -> "resolved, host" where the requirements take the host's package despite its other version.
+    needs: name -> archive_sha256 of the archives that this one links to.
     """
 
     name: str
@@ -62,12 +63,12 @@ def pack(
     platform: str = DEFAULT_PLATFORM,
     exclude_from: Path | None = None,
     part_bytes: int = 60_000_000,
-    echo: Echo = print,
 ) -> list[Manifest]:
     """Pack `sources` (names of engine environments, or paths of requirements files) into `out`.
 
     `exclude_from` lists what the host has, one NAME or NAME==VERSION per line (`pip freeze` of it will do).
-    Later sources link to files of earlier ones. Raises ConfigError (source, host list) and MachineError (uv, xz).
+    Later sources link to files of earlier ones.
+    Raises ConfigError (source, host list), MachineError (uv, xz) and OSError.
     """
     host = host_packages(exclude_from) if exclude_from else {}
     out.mkdir(parents=True, exist_ok=True)
@@ -76,10 +77,10 @@ def pack(
     with tempfile.TemporaryDirectory(prefix="pack-") as scratch:
         for source in sources:
             wanted = read_requirements(source, root)
-            echo(f"{wanted.name}: resolving {wanted.path} for Python {python} on {platform}")
+            print(f"{wanted.name}: resolving {wanted.path} for Python {python} on {platform}")
             resolved = _resolve(wanted, Path(scratch), host, python, platform)
             inside, from_host, differs = divide(resolved, host, wanted)
-            echo(f"{wanted.name}: {len(inside)} packages inside, {len(from_host)} from the host")
+            print(f"{wanted.name}: {len(inside)} packages inside, {len(from_host)} from the host")
             stage = Path(scratch) / "stage"
             _install_into(stage / wanted.name, wanted, inside, python, platform)
             needs, size, parts, digest = write_archive(stage, wanted.name, shared, out, part_bytes)
@@ -100,24 +101,16 @@ def pack(
             )
             _write_manifest(out / f"{wanted.name}.json", manifest)
             total = sum(part.bytes for part in parts)
-            echo(f"{wanted.name}: {total / 1e6:.0f} MB in {len(parts)} parts, {size / 1e6:.0f} MB unpacked")
+            print(f"{wanted.name}: {total / 1e6:.0f} MB in {len(parts)} parts, {size / 1e6:.0f} MB unpacked")
             manifests.append(manifest)
     return manifests
 
 
-def unpack(folder: Path, root: Path, names: list[str] | None = None, echo: Echo = print) -> list[Path]:
-    """Unpack what `pack` made into `root/.engines`, over the running interpreter's packages. Raises MachineError."""
-    try:
-        return unpacking.unpack(folder, root / ".engines", names, echo)
-    except (unpacking.UnpackError, OSError, subprocess.CalledProcessError, tarfile.TarError) as error:
-        raise MachineError(str(error)) from None
-
-
 def host_packages(path: Path) -> dict[str, str | None]:
-    """The host's packages by normalized name; None where the list does not tell the version. Raises ConfigError."""
+    """The host's packages by normalized name; None where the list gives no version. Raises ConfigError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--exclude-from {path}: cannot be read: {error}") from None
     host: dict[str, str | None] = {}
     for number, line in enumerate(lines, 1):
@@ -135,7 +128,7 @@ def host_packages(path: Path) -> dict[str, str | None]:
 def divide(
     resolved: Mapping[str, str], host: Mapping[str, str | None], wanted: Requirements
 ) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """(inside, from_host, differs): what must travel, what the host has, and where its version is another one."""
+    """(inside, from_host, differs): what the archive must hold, what the host has, and where the versions differ."""
     leave_out = {_normalized(name) for name in (*wanted.remove, *wanted.pack_without)}
     trusted = {_normalized(name) for name in wanted.pack_from_host}
     inside: dict[str, str] = {}
@@ -158,7 +151,7 @@ def _resolve(
 ) -> dict[str, str]:
     """Every package with its version, the host's versions preferred where the requirements allow them."""
     output = scratch / f"{wanted.name}.resolved.txt"
-    # uv keeps to the versions that stand in its output file already, as far as it can.
+    # uv prefers the versions that its output file names already.
     output.write_text("".join(f"{name}=={version}\n" for name, version in host.items() if version), encoding="utf-8")
     target = ["--python-version", python, "--python-platform", platform]
     quiet = ["--no-header", "--no-annotate"]
@@ -168,7 +161,7 @@ def _resolve(
 
 
 def _install_into(prefix: Path, wanted: Requirements, inside: Mapping[str, str], python: str, platform: str) -> None:
-    """Install exactly `inside` into `prefix` as a virtual environment has it, without the files left out."""
+    """Install exactly `inside` into `prefix`, laid out like a virtual environment, without the files left out."""
     site = prefix / "lib" / f"python{python}" / "site-packages"
     site.mkdir(parents=True)
     pins = site.parent / "inside.txt"
@@ -176,7 +169,7 @@ def _install_into(prefix: Path, wanted: Requirements, inside: Mapping[str, str],
     target = ["--target", str(site), "--python-version", python, "--python-platform", platform]
     _run([program("uv", "uv"), "pip", "install", "--no-deps", "-r", str(pins), *target])
     pins.unlink()
-    # Scripts name the interpreter they were installed by; unpack writes them again for the one they will have.
+    # uv's console scripts name an interpreter of this machine; unpack.py writes them for the host's.
     scripts = {e.name for d in distributions(path=[str(site)]) for e in d.entry_points if e.group == "console_scripts"}
     for name in scripts:
         (site / "bin" / name).unlink(missing_ok=True)
@@ -208,9 +201,42 @@ def _normalized(name: str) -> str:
 
 
 def _run(argv: list[str]) -> None:
-    # Packing needs no interpreter of the target's version, so uv shall not go and look for one.
+    # Packing needs no interpreter of the target's version, so uv must not download one.
     env = {**os.environ, "UV_PYTHON_DOWNLOADS": "never"}
     done = subprocess.run(argv, capture_output=True, text=True, env=env)
     if done.returncode != 0:
         tail = "\n  ".join((done.stderr or done.stdout).strip().splitlines()[-8:])
         raise MachineError(f"{' '.join(argv[:3])} failed (exit {done.returncode})\n  {tail}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line. Returns the exit code: 2 for a wrong argument or requirement, 3 for the machine."""
+    parser = argparse.ArgumentParser(prog="python -m tools.airgap.pack", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("names", nargs="+", metavar="NAME", help="an engine environment, or a requirements file")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the parts")
+    parser.add_argument("--python", default="3.12", help="the host's Python (default: %(default)s)")
+    parser.add_argument("--platform", default=DEFAULT_PLATFORM, help="as uv names it (default: %(default)s)")
+    parser.add_argument("--exclude-from", type=Path, help="what the host has, NAME or NAME==VERSION a line")
+    parser.add_argument("--part-mb", type=int, default=60, help="size of a part in MB (default: %(default)s)")
+    arguments = parser.parse_intermixed_args(argv)
+    try:
+        pack(
+            arguments.names,
+            Path.cwd(),
+            arguments.out,
+            python=arguments.python,
+            platform=arguments.platform,
+            exclude_from=arguments.exclude_from,
+            part_bytes=arguments.part_mb * 1_000_000,
+        )
+    except OrchestratorError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"error: {arguments.out}: the parts cannot be written: {error}", file=sys.stderr)
+        return MachineError.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

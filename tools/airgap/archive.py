@@ -1,4 +1,4 @@
-"""One folder -> a compressed archive in parts of a given size, in which a file of an earlier archive is only a link."""
+"""Write a folder as a compressed archive in parts of a given size; a file of an earlier archive becomes a link."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import IO
 
 from orchestrator.errors import MachineError
 
-# A link costs a tar header; below this size the file itself costs no more.
+# A link takes a tar header; a file below this size takes hardly more.
 _SHARE_FROM_BYTES = 4096
 
 
@@ -32,14 +32,14 @@ def write_archive(
 ) -> tuple[set[str], int, list[Part], str]:
     """Write the folder `stage/name` as NAME.tar.xz.000 ... in `out`.
 
-    `shared` knows the files of earlier archives by (bytes, SHA-256) and learns those of this one.
+    `shared` maps (bytes, SHA-256) of the files of earlier archives to their paths; this archive's files are added.
     Returns (names of the archives that this one links to, bytes unpacked, parts, SHA-256 of the whole).
     """
     for old in out.glob(f"{name}.tar.xz.*"):
         old.unlink()
     needs: set[str] = set()
     size = 0
-    # Blocks of their own let the host unpack with all its cores.
+    # xz decompresses separate blocks on separate cores.
     argv = [program("xz", "xz-utils"), "-6", "-T0", "--block-size=48MiB", "-c"]
     with tempfile.TemporaryFile() as plain:
         with tarfile.open(fileobj=plain, mode="w|", format=tarfile.GNU_FORMAT) as archive:
@@ -69,7 +69,7 @@ def write_archive(
 def _member(archive: tarfile.TarFile, path: Path, stage: Path) -> tarfile.TarInfo:
     info = archive.gettarinfo(path, arcname=str(path.relative_to(stage)))
     if info.islnk():
-        # uv links files from its cache; what a tar would call a link to the cache is a file here.
+        # uv hard-links files from its cache; tarfile would record such a file as a link to another one.
         info.type, info.linkname, info.size = tarfile.REGTYPE, "", path.stat().st_size
     info.uid = info.gid = 0
     info.uname = info.gname = ""
@@ -118,5 +118,5 @@ def program(name: str, package: str) -> str:
     """The path of a program that packing needs. Raises MachineError."""
     found = shutil.which(name)
     if found is None:
-        raise MachineError(f"engine pack needs the program {name} on PATH (package {package})")
+        raise MachineError(f"packing needs the program {name} on PATH (package {package})")
     return found

@@ -1,0 +1,1 @@
+"""Engine environments for a host without a package index: pack here, carry the parts, unpack there."""
