@@ -18,7 +18,7 @@ import aiohttp
 
 from orchestrator.config import Workload
 from orchestrator.errors import MachineError
-from orchestrator.measure.metrics import RequestTrace, Window
+from orchestrator.measure.formulas import RequestTrace, Window
 from orchestrator.measure.stream import Reply, error_text, one_line
 from orchestrator.measure.workload import Prompt, arrival_times, endpoint, request_body, sent_parameters
 

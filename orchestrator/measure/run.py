@@ -12,9 +12,12 @@ from dataclasses import dataclass, replace
 
 from orchestrator.config import Workload
 from orchestrator.engines.base import Engine, EngineStats, Speculation
+from orchestrator.measure.checks import judge
 from orchestrator.measure.client import Client, Target
-from orchestrator.measure.metrics import Measurement, RequestTrace, Window, measure_windows
-from orchestrator.measure.verdict import Evidence, Verdict, judge
+from orchestrator.measure.evidence import Evidence
+from orchestrator.measure.formulas import RequestTrace, Window
+from orchestrator.measure.metrics import Measurement, measure_windows
+from orchestrator.measure.verdict import Verdict
 from orchestrator.measure.workload import (
     WARM_UP,
     WARM_UP_TOKENS,

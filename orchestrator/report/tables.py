@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.config import Experiment
-from orchestrator.measure.metrics import Measurement
-from orchestrator.measure.verdict import LEVELS, Level
+from orchestrator.measure.checks import LEVELS
+from orchestrator.measure.metrics import MEMORY_METRICS, METRICS, Measurement, find_metric
+from orchestrator.measure.verdict import Level
 from orchestrator.outcome import TrialStatus
 from orchestrator.report.cells import brief, interval, number, short, varying_params
 from orchestrator.report.documents import same_trial
@@ -22,19 +23,17 @@ from orchestrator.trial import TrialResult
 if TYPE_CHECKING:
     from orchestrator.tracking import Recorded
 
-_FOOTNOTES = {
-    "decode tok/s": "median over repeats of 1 / TPOT, prefill not in it (95% interval)",
-    "TTFT s": "request sent until the first chunk that carries text, median",
-    "acc. rate": "accepted / drafted tokens",
-    "acc. len": "tokens per step: 1 + accepted / drafts",
-    "GPU GiB": "highest use of one GPU during the trial",
-    "RSS GiB": "highest host memory of the engine's processes",
-    "speed-up": "decode tok/s over the baseline's",
-    "verdict": "only a valid number can win",
-    "n": "samples behind the decode figure",
+# Column -> the metric in it, whose text in the table of metrics is the column's footnote.
+_METRIC_OF = {
+    "decode tok/s": "decode_tok_s",
+    "TTFT s": "ttft_s",
+    "acc. rate": "acceptance_rate",
+    "acc. len": "acceptance_length",
+    "GPU GiB": "gpu_peak_gib",
+    "RSS GiB": "host_rss_peak_gib",
+    "speed-up": "speedup",
 }
-
-
+_OTHER_FOOTNOTES = {"verdict": "only a valid number can win", "n": "samples behind the decode figure"}
 _COLUMNS = (
     "status",
     "decode tok/s",
@@ -197,8 +196,16 @@ def _explanations(trials: Sequence[TrialResult]) -> RenderableType:
 
 def _footnotes(trials: Sequence[TrialResult]) -> RenderableType:
     unused = {"GPU GiB", "RSS GiB"} - {_memory_column(trials)}
-    notes = [f"{name}: {text}" for name, text in _FOOTNOTES.items() if name not in unused]
+    texts = {column: _metric_text(name) for column, name in _METRIC_OF.items() if column not in unused}
+    notes = [f"{column}: {text}" for column, text in (texts | _OTHER_FOOTNOTES).items()]
     return Text(
-        "\n* the best.  + no other trial has both a higher decode rate and a lower TTFT.  " + ".  ".join(notes) + ".",
+        "\n* the best.  + no other trial has both a higher decode rate and a lower TTFT.  Numbers are medians over "
+        "repeats, in brackets their 95% interval.  " + ".  ".join(notes) + ".",
         style="dim",
     )
+
+
+def _metric_text(name: str) -> str:
+    metric = find_metric((*METRICS, *MEMORY_METRICS), name)
+    assert metric is not None, name
+    return metric.doc
