@@ -118,7 +118,7 @@ def differs(a: Iterable[float | None], b: Iterable[float | None]) -> bool:
     found = ratio(a, b)
     if found is None or found.low is None or found.high is None:
         return False
-    # The logarithms' round trip must not tell two equal arms apart.
+    # Rounding in log and exp must not make two equal arms differ.
     return found.low > 1 + 1e-9 or found.high < 1 - 1e-9
 
 

@@ -69,7 +69,7 @@ def find_reference(experiment: Experiment) -> Reference | None:
 
 
 def read_reference(path: Path) -> Reference:
-    """Read a CSV whose first lines, beginning with #, say where the numbers are from."""
+    """Read a CSV whose first lines, beginning with #, name the source of the numbers."""
     lines = path.read_text(encoding="utf-8").splitlines()
     source = tuple(line.lstrip("# ") for line in lines if line.startswith("#"))
     rows = csv.DictReader(line for line in lines if line.strip() and not line.startswith("#"))
@@ -157,12 +157,12 @@ def _column(name: str, kind: str | None) -> tuple[str, float] | None:
 
 
 def _labels(row: Mapping[str, str]) -> dict[str, str]:
-    """The columns that say which point a row is; numbers and remarks are not."""
+    """The columns that identify the point of a row: neither its numbers nor its remarks."""
     return {key: text for key, text in row.items() if _column(key, None) is None and key not in ("note", "status")}
 
 
 def _is_point(result: TrialResult, workload: str, keys: Mapping[str, str]) -> bool:
-    """Whether a trial is the point of a row: every column that names a parameter of the trial has its value."""
+    """Whether a trial is the point of a row: all columns that name a parameter of the trial have its value."""
     spec = result.spec
     settings = flatten({"args": spec.engine.args, "workload": asdict(spec.workloads[workload])})
     by_last = {key.rpartition(".")[2].replace("-", "_"): brief(found) for key, found in settings.items()}

@@ -47,7 +47,7 @@ _COLUMNS = (
     "n",
 )
 _ALWAYS = ("status", "verdict")
-# A longer value (a list of rates) would push the numbers out of sight; the trial's name stands for it.
+# A parameter with a longer value (a list of rates) has no column; the trial's name identifies it.
 _WIDEST_PARAM = 24
 _MOST_PARAMS = 4
 
@@ -102,12 +102,12 @@ def _workload_table(workload: str, rows: Sequence[TrialResult], best: TrialResul
     table.add_column("", width=1)
     table.add_column("trial", overflow="fold", min_width=8)
     varying = [key for key in varying_params(rows) if all(len(_param(row, key)) <= _WIDEST_PARAM for row in rows)]
-    # More columns than that fold every other one; the names of the trials tell them apart.
+    # More columns would fold all others; the names of the trials identify them.
     varying = varying if len(varying) <= _MOST_PARAMS else []
     for key in varying:
         table.add_column(short(key, varying), justify="right", overflow="fold")
     cells = {id(row): _cells(row, workload) for row in rows}
-    # A column in which no trial has anything (acceptance without speculation, decode of one token) says nothing.
+    # A column in which no trial has anything (acceptance without speculation, decode of one token) is left out.
     shown = [name for name in _COLUMNS if name in _ALWAYS or any(cells[id(row)][name] != "-" for row in rows)]
     for name in shown:
         left = name in ("status", "verdict")
@@ -172,7 +172,7 @@ def _memory(result: TrialResult) -> str:
 
 
 def _explanations(trials: Sequence[TrialResult]) -> RenderableType:
-    """Why a trial has no number, and what helps; why a number may not be believed, once for all its workloads."""
+    """Per trial: why it has no number and what helps, or why its numbers are doubted. Notes come last, by code."""
     lines: list[str] = []
     notes: dict[str, list[str]] = {}
     for result in trials:
