@@ -18,7 +18,7 @@ from orchestrator.cli import doctor
 from orchestrator.cli import dry_run as planning
 from orchestrator.environments import install
 from orchestrator.errors import ConfigError, MachineError, OrchestratorError
-from orchestrator.measure.verdict import LEVELS
+from orchestrator.measure.checks import LEVELS
 from orchestrator.tuning import interrupt
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent.parent / "tests"))
+sys.path.insert(0, str(HERE.parent.parent))
 
-from test_kill_anywhere import Kill, killed_until_done  # noqa: E402
+from tests.integration.test_kill_anywhere import Kill, killed_until_done  # noqa: E402
 
 NUM_KILLS = 30
 MOST_PER_CAMPAIGN = 6

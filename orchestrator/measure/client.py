@@ -1,7 +1,7 @@
-"""Prompts -> RequestTraces over the streaming OpenAI API. The only room that talks to an engine's /v1.
+"""Prompts -> RequestTraces over the streaming OpenAI API.
 
-Bytes are stamped when they arrive, before any parsing, and the client watches its own event loop: when it is the
-bottleneck, the verdict says so.
+Bytes are stamped when they arrive, before any parsing. The client measures how late its own event loop wakes: where
+the client is the bottleneck, the verdict reports `client_late`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import aiohttp
 
 from orchestrator.config import Workload
 from orchestrator.errors import MachineError
-from orchestrator.measure.metrics import RequestTrace, Window
+from orchestrator.measure.formulas import RequestTrace, Window
 from orchestrator.measure.stream import Reply, error_text, one_line
 from orchestrator.measure.workload import Prompt, arrival_times, endpoint, request_body, sent_parameters
 
@@ -37,7 +37,7 @@ class Target:
 
 
 class RequestError(MachineError):
-    """A server did not answer a single request as asked; the message is one line with the body's own words."""
+    """A request that is no part of a measurement failed; the message is one line with the body's own words."""
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class Client:
         """Send `prompts` and return their traces, in a closed loop or (with a request rate) on a schedule.
 
         check() is called about once a second and after a run with failures; what it raises ends the run. When a
-        request has had no token for workload.stall_s, the run ends and the window's `stalled` says which.
+        request has had no token for workload.stall_s, the run ends and the window's `stalled` names it.
         """
         bodies = [json.dumps(request_body(self.target.model, p, workload)).encode() for p in prompts]
         sent = sent_parameters(workload)
@@ -149,7 +149,7 @@ class Client:
     async def _guarded(
         self, job: Coroutine[Any, Any, None], watch: _LoopWatch, stall_s: float, check: Callable[[], None]
     ) -> str | None:
-        """Run `job` under watch; the sentence of a stall, None when it ran to its end."""
+        """Run `job` and watch its requests. Returns the sentence of a stall, None when it ran to its end."""
         task = asyncio.create_task(job)
         watch.start()
         try:
@@ -247,7 +247,7 @@ def list_models(base_url: str, api_key: str | None = None, timeout_s: float = 10
 
 
 def one_completion(target: Target, timeout_s: float = 600.0) -> bool:
-    """True once the server has made one token. Raises RequestError, naming what each way of asking was answered."""
+    """True once the server has generated one token. Raises RequestError with the answer to the first way of asking."""
     ways: list[tuple[str, dict[str, object]]] = [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Say yes."}]}),
         ("/v1/completions", {"prompt": "Yes"}),
@@ -321,7 +321,7 @@ def _root(base_url: str) -> str:
 def _session(api_key: str | None) -> aiohttp.ClientSession:
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
     return aiohttp.ClientSession(
-        # One connection per request: llama.cpp closes a connection after a streamed answer without saying so, the
+        # One connection per request: llama.cpp closes a connection after a streamed answer without notice, the
         # others an idle one after 5 s, and a request sent at that moment would look like an engine error.
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),

@@ -1,20 +1,20 @@
-"""Whether a text says the same again and again: a model that loops is the fastest of its sweep and of no use.
+"""Whether a text repeats itself without end: such answers are easy to draft, so they make their trial look fast.
 
-Judged by how far the text compresses, so that prose, code, tables and languages without spaces all pass.
+The measure is how far the text compresses, so that prose, code, tables and languages without spaces all pass.
 """
 
 from __future__ import annotations
 
 import zlib
 
-# Shorter texts hold too little to tell a loop from a list.
+# In a shorter text a loop and a list look alike.
 MIN_BYTES = 256
 PIECE_BYTES = 1024
 LOOP_RATIO = 0.12
 
 
 def is_looping(text: str) -> bool:
-    """Whether a fourth or more of a text repeats itself, by how far each piece of it compresses."""
+    """Whether a fourth or more of the text's 1 KiB pieces, or the whole text, compresses like a loop."""
     data = text.encode("utf-8", "replace")
     if len(data) < MIN_BYTES:
         return False

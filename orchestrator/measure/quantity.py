@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import numpy as np
 
+Tail = Literal["p50", "p90", "p99", "max"]
+TAILS: tuple[Tail, ...] = get_args(Tail)
 RESAMPLES = 2000
 MOST_RESAMPLED = 1000
 MIN_SAMPLES_P99 = 100
+_QUANTILES: Mapping[Tail, float] = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 # Two-sided 95% points of Student's t for 1, 2, ... degrees of freedom; beyond the last it is the normal's.
 _T95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
@@ -26,6 +30,19 @@ class Quantity:
     low: float | None = None
     high: float | None = None
     n: int = 1
+
+
+def finite_quantity(quantity: Quantity | None) -> Quantity | None:
+    """The quantity without what is not finite: None for its value, no bound in place of a bound."""
+    if quantity is None or finite(quantity.value) is None:
+        return None
+    return replace(quantity, low=finite(quantity.low), high=finite(quantity.high))
+
+
+def quantity_document(quantity: Quantity | None) -> dict[str, Any] | None:
+    """{value, low, high, n} for strict JSON; None where the value is absent or not finite."""
+    known = finite_quantity(quantity)
+    return None if known is None else {"value": known.value, "low": known.low, "high": known.high, "n": known.n}
 
 
 def finite(value: float | None) -> float | None:
@@ -46,12 +63,6 @@ def median(values: Iterable[float | None]) -> float | None:
     return _quantile(known, 0.5) if known else None
 
 
-def quantile(values: Iterable[float | None], q: float) -> float | None:
-    """Quantile between the order statistics around it, so never above the maximum."""
-    known = _known(values)
-    return _quantile(known, q) if known else None
-
-
 def over_repeats(repeats: Sequence[float | None], requests: Sequence[float | None] = ()) -> Quantity | None:
     """Median over repeats with a bootstrap interval. n counts requests where given, else repeats.
 
@@ -65,16 +76,15 @@ def over_repeats(repeats: Sequence[float | None], requests: Sequence[float | Non
     return _quantity(_quantile(known, 0.5), low, high, len(samples) if requests else len(known))
 
 
-def tails(name: str, values: Iterable[float | None]) -> dict[str, Quantity | None]:
-    """p50, p90, p99 and max over all requests, named after `name` (ttft_s -> ttft_p90_s); no p99 below n = 100."""
+def tail(values: Iterable[float | None], which: Tail) -> Quantity | None:
+    """One quantile of all samples with its interval, or their maximum without one; no p99 below n = 100.
+
+    A quantile lies between the order statistics around it, so never above the maximum.
+    """
     known = _known(values)
-    stem, unit = name.rsplit("_", 1)
-    named: dict[str, Quantity | None] = {}
-    for percent in (50, 90, 99):
-        enough = len(known) >= (MIN_SAMPLES_P99 if percent == 99 else 1)
-        named[f"{stem}_p{percent}_{unit}"] = _pooled_quantile(known, percent / 100) if enough else None
-    named[f"{stem}_max_{unit}"] = Quantity(value=max(known), n=len(known)) if known else None
-    return named
+    if not known or (which == "p99" and len(known) < MIN_SAMPLES_P99):
+        return None
+    return Quantity(value=max(known), n=len(known)) if which == "max" else _pooled_quantile(known, _QUANTILES[which])
 
 
 def ratio(a: Iterable[float | None], b: Iterable[float | None]) -> Quantity | None:
@@ -108,7 +118,7 @@ def differs(a: Iterable[float | None], b: Iterable[float | None]) -> bool:
     found = ratio(a, b)
     if found is None or found.low is None or found.high is None:
         return False
-    # The logarithms' round trip must not tell two equal arms apart.
+    # Rounding in log and exp must not make two equal arms differ.
     return found.low > 1 + 1e-9 or found.high < 1 - 1e-9
 
 

@@ -1,4 +1,4 @@
-"""One workload against one running server -> Measurement and Verdict; shared by trials, bench and promotion."""
+"""One workload on one running server -> Measurement and Verdict; used by trials, bench and promotion."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from dataclasses import dataclass, replace
 
 from orchestrator.config import Workload
 from orchestrator.engines.base import Engine, EngineStats, Speculation
+from orchestrator.measure.checks import judge
 from orchestrator.measure.client import Client, Target
-from orchestrator.measure.metrics import Measurement, RequestTrace, Window, measure_windows
-from orchestrator.measure.verdict import Evidence, Verdict, judge
+from orchestrator.measure.evidence import Evidence
+from orchestrator.measure.formulas import RequestTrace, Window
+from orchestrator.measure.metrics import Measurement, measure_windows
+from orchestrator.measure.verdict import Verdict
 from orchestrator.measure.workload import (
     WARM_UP,
     WARM_UP_TOKENS,
@@ -35,11 +38,11 @@ SETTLE_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What the caller knows and the client cannot see; the defaults mean unknown.
+    """What the caller knows about the server and the client cannot see; the defaults mean unknown.
 
     log_text: the engine's log so far. foreign_gpu_users: who else is on the GPUs, one text each; called from another
-    thread. check_alive: raises EngineFailure when the engine is gone. speculation: None where nothing is drafted; its
-    forget_path is asked before every repeat, where a drafter would draft the answers of the one before.
+    thread. check_alive: raises EngineFailure when the engine is gone. speculation: None where nothing is drafted. A
+    drafter that learns from answers has a forget_path, which is requested before every repeat.
     """
 
     log_text: Callable[[], str] = lambda: ""
@@ -50,7 +53,7 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadRun:
-    """What one workload yielded. traces are the measured requests, in the order they were sent."""
+    """The result of one workload. traces: the measured requests, in the order they were sent."""
 
     measurement: Measurement
     verdict: Verdict
@@ -142,7 +145,7 @@ class _Job:
     async def _warm_up(
         self, client: Client, texts: Sequence[SizedText], on_progress: Progress
     ) -> tuple[tuple[RequestTrace, ...], str | None]:
-        """Touch every shape alone (the cold sample), then as many at once as will be measured; none of it is kept."""
+        """Send every shape alone (the cold sample), then at the measured concurrency; (traces, why it stalled)."""
         traces: list[RequestTrace] = []
         waves = self._waves(texts)
         total = sum(len(prompts) for prompts, _ in waves)
@@ -160,7 +163,7 @@ class _Job:
         return tuple(traces), None
 
     def _waves(self, texts: Sequence[SizedText]) -> list[tuple[list[Prompt], Workload]]:
-        """What warm-up sends, wave by wave, each with its own nonces."""
+        """(prompts, how to send them) per wave of the warm-up; every wave has nonces of its own."""
         workload = self.workload
         if not workload.warmup:
             return []
@@ -177,7 +180,7 @@ class _Job:
     ) -> Window:
         speculation = self.surroundings.speculation
         if speculation is not None and speculation.forget_path:
-            # An engine that refuses shows it in its acceptance: `drafter_remembers`.
+            # Where the engine refuses, the acceptance of the later repeats shows it: `drafter_remembers`.
             await client.get(speculation.forget_path)
         before = await self._stats(client)
         window = await client.run(prompts, self.workload, repeat, check=self.surroundings.check_alive, on_done=on_done)

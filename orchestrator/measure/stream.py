@@ -1,6 +1,6 @@
-"""Bytes of one streamed answer -> what it holds. Pure: knows server-sent events and the OpenAI chunk, not HTTP.
+"""Bytes of one streamed answer -> its text, tokens and times. Pure: server-sent events and OpenAI chunks, no HTTP.
 
-Times are handed in by the client, which stamps every piece of bytes on arrival, before anything here looks at it.
+The client passes the times in: it stamps every piece of bytes on arrival, before parsing.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _decode = json.JSONDecoder().raw_decode
 
 
 class EventReader:
-    """Server-sent events out of pieces of bytes cut anywhere, read as the HTML standard says.
+    """Server-sent events from pieces of bytes cut anywhere, parsed as the HTML standard defines.
 
     Lines end at CR, LF or CRLF and nowhere else, so a piece may end inside a character, a line or a CRLF.
-    An event that no blank line has closed when the stream ends is dropped, as the standard asks.
+    An event that no blank line has closed when the stream ends is dropped, as the standard requires.
     """
 
     __slots__ = ("_after_cr", "_at_start", "_data", "_kind", "_tail")
@@ -79,7 +79,7 @@ class Reply:
     """One streamed answer, gathered piece by piece.
 
     text_times_s, text_tokens: arrival of each chunk that carries text, and the running completion_tokens at it (None
-    where the server does not tell). A chunk with only a role, only usage or empty text is in neither.
+    where the server does not report it). A chunk with only a role, only usage or empty text is in neither.
     """
 
     __slots__ = (
@@ -117,7 +117,7 @@ class Reply:
 
     @property
     def chunk_tokens(self) -> tuple[int, ...] | None:
-        """Tokens in each text chunk, those without text before it included; None unless every chunk told it."""
+        """Tokens in each text chunk, those without text before it included; None unless every chunk reported it."""
         running = [tokens for tokens in self.text_tokens if tokens is not None]
         if not running or len(running) < len(self.text_tokens):
             return None
@@ -145,7 +145,7 @@ class Reply:
             self.error = error
 
     def end(self) -> None:
-        """The stream is over: what it lacks is an error."""
+        """The stream has ended. No token, or no [DONE] at its end, becomes the error."""
         if self.error is not None:
             return
         if not self.text_times_s and self._first_token_s is not None and self.finish_reason == "length":

@@ -1,4 +1,4 @@
-"""Workload -> prompts: seeded, with a nonce in front, the same for every trial of a campaign."""
+"""Workload -> prompts and request bodies. Prompts are seeded, begin with a nonce, and are alike in all trials."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def build_prompts(
 
 
 def nonce(mark: str) -> str:
-    """The words in front of a prompt: short, natural, and never seen before by the server."""
+    """The words in front of a prompt: short, natural, and new to the server's prefix cache."""
     return f"Case {mark}.\n\n"
 
 
@@ -136,7 +136,7 @@ async def cut_text(
 
 
 def request_body(model: str, prompt: Prompt, workload: Workload) -> dict[str, object]:
-    """The JSON body of one request. Sampling is always stated: a server's own defaults would colour the result."""
+    """The JSON body of one request. Sampling is always sent, since the defaults of servers differ."""
     if endpoint(workload) == "/v1/chat/completions":
         asked: dict[str, object] = {"messages": [{"role": "user", "content": prompt.text}]}
     else:
@@ -157,12 +157,12 @@ def sent_parameters(workload: Workload) -> dict[str, object]:
 
 
 def endpoint(workload: Workload) -> str:
-    """Chat, so that the model's own template is applied, but for raw text and token ids."""
+    """The path of a workload's requests: chat, which applies the model's template; completions for raw text and ids."""
     return "/v1/chat/completions" if workload.kind in ("chat", "prefill") else "/v1/completions"
 
 
 def arrival_times(workload: Workload, count: int, repeat: int) -> list[float]:
-    """Open-loop start times, seconds from the start of the repeat; Poisson arrivals are seeded."""
+    """Open-loop start times in seconds from the start of the repeat, `count` of them; Poisson arrivals are seeded."""
     rate = workload.request_rate
     assert rate is not None
     if workload.arrival == "constant":

@@ -3,7 +3,6 @@
 from orchestrator.report.documents import (
     document,
     measurements_document,
-    quantity_document,
     same_trial,
     verdict_document,
     write_csv,
@@ -23,7 +22,6 @@ __all__ = [
     "measurements_table",
     "people_console",
     "plain_table",
-    "quantity_document",
     "reference_document",
     "reference_table",
     "same_trial",

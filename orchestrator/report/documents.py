@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from orchestrator.config import Experiment
-from orchestrator.measure.metrics import Measurement, Quantity
+from orchestrator.measure.metrics import Measurement
+from orchestrator.measure.quantity import quantity_document
 from orchestrator.measure.verdict import Verdict
 from orchestrator.trial import TrialResult
 
@@ -116,14 +117,6 @@ def measurements_document(
 def _by_position(measurement: Measurement) -> list[float] | None:
     rates = measurement.acceptance_by_position
     return list(rates) if rates is not None and all(map(math.isfinite, rates)) else None
-
-
-def quantity_document(quantity: Quantity | None) -> dict[str, Any] | None:
-    """{value, low, high, n}, or None for what is absent or not finite."""
-    if quantity is None or not math.isfinite(quantity.value):
-        return None
-    low, high = (x if x is not None and math.isfinite(x) else None for x in (quantity.low, quantity.high))
-    return {"value": quantity.value, "low": low, "high": high, "n": quantity.n}
 
 
 def verdict_document(verdict: Verdict | None) -> dict[str, Any] | None:

@@ -11,11 +11,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from orchestrator.config import flatten
-from orchestrator.measure import metrics
 from orchestrator.measure.metrics import Measurement, Quantity
+from orchestrator.measure.quantity import differs, quantity_document, ratio
 from orchestrator.measure.verdict import Level
 from orchestrator.report.cells import interval
-from orchestrator.report.documents import quantity_document, verdict_document
+from orchestrator.report.documents import verdict_document
 from orchestrator.report.tables import plain_table
 from orchestrator.tracking.entries import params
 from orchestrator.trial import TrialResult
@@ -127,15 +127,15 @@ def compare(a: Recorded, b: Recorded) -> Pair:
 
 def _contrast(workload: str, name: str, a: Measurement | None, b: Measurement | None) -> Contrast:
     left, right = (m.repeats.get(name, ()) if m else () for m in (a, b))
-    ratio = metrics.ratio(right, left)
-    known = ratio is not None and ratio.low is not None
+    gain = ratio(right, left)
+    known = gain is not None and gain.low is not None
     return Contrast(
         workload=workload,
         metric=name,
         a=a.metrics.get(name) if a else None,
         b=b.metrics.get(name) if b else None,
-        ratio=ratio,
-        differs=metrics.differs(right, left) if known else None,
+        ratio=gain,
+        differs=differs(right, left) if known else None,
     )
 
 

@@ -16,11 +16,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from orchestrator.config import Experiment, flatten
-from orchestrator.measure.metrics import Quantity
+from orchestrator.measure.metrics import METRICS, Quantity, metric_names
+from orchestrator.measure.quantity import quantity_document
 from orchestrator.report.cells import brief, interval
-from orchestrator.report.documents import quantity_document
 from orchestrator.report.tables import plain_table
-from orchestrator.search.objective import METRICS, objective_metrics, value
+from orchestrator.search.objective import objective_metrics, value
 from orchestrator.trial import TrialResult
 
 if TYPE_CHECKING:
@@ -150,18 +150,19 @@ def _column(name: str, kind: str | None) -> tuple[str, float] | None:
     for engine in ("vllm", "sglang", "llamacpp") if kind is None else ():
         bare = bare.removeprefix(f"{engine}_")
     seconds = bare.removesuffix("_ms") + "_s"
-    if bare.endswith("_ms") and seconds in METRICS:
+    known = metric_names(METRICS)
+    if bare.endswith("_ms") and seconds in known:
         return seconds, 1e-3
-    return (bare, 1.0) if bare in METRICS else None
+    return (bare, 1.0) if bare in known else None
 
 
 def _labels(row: Mapping[str, str]) -> dict[str, str]:
-    """The columns that name the point of a row, without numbers and remarks."""
+    """The columns that identify the point of a row: neither its numbers nor its remarks."""
     return {key: text for key, text in row.items() if _column(key, None) is None and key not in ("note", "status")}
 
 
 def _is_point(result: TrialResult, workload: str, keys: Mapping[str, str]) -> bool:
-    """Whether a trial is the point of a row: every column that names a parameter of the trial has its value."""
+    """Whether a trial is the point of a row: all columns that name a parameter of the trial have its value."""
     spec = result.spec
     settings = flatten({"args": spec.engine.args, "workload": asdict(spec.workloads[workload])})
     by_last = {key.rpartition(".")[2].replace("-", "_"): brief(found) for key, found in settings.items()}

@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.config import Experiment
-from orchestrator.measure.metrics import Measurement
-from orchestrator.measure.verdict import LEVELS, Level
+from orchestrator.measure.checks import LEVELS
+from orchestrator.measure.metrics import MEMORY_METRICS, METRICS, Measurement, find_metric
+from orchestrator.measure.verdict import Level
 from orchestrator.outcome import TrialStatus
 from orchestrator.report.cells import brief, interval, number, short, varying_params
 from orchestrator.report.documents import same_trial
@@ -22,19 +23,17 @@ from orchestrator.trial import TrialResult
 if TYPE_CHECKING:
     from orchestrator.tracking import Recorded
 
-_FOOTNOTES = {
-    "decode tok/s": "median over repeats of 1 / TPOT, prefill not in it (95% interval)",
-    "TTFT s": "request sent until the first chunk that carries text, median",
-    "acc. rate": "accepted / drafted tokens",
-    "acc. len": "tokens per step: 1 + accepted / drafts",
-    "GPU GiB": "highest use of one GPU during the trial",
-    "RSS GiB": "highest host memory of the engine's processes",
-    "speed-up": "decode tok/s over the baseline's",
-    "verdict": "only a valid number can win",
-    "n": "samples behind the decode figure",
+# Column -> the metric in it, whose text in the table of metrics is the column's footnote.
+_METRIC_OF = {
+    "decode tok/s": "decode_tok_s",
+    "TTFT s": "ttft_s",
+    "acc. rate": "acceptance_rate",
+    "acc. len": "acceptance_length",
+    "GPU GiB": "gpu_peak_gib",
+    "RSS GiB": "host_rss_peak_gib",
+    "speed-up": "speedup",
 }
-
-
+_OTHER_FOOTNOTES = {"verdict": "only a valid number can win", "n": "samples behind the decode figure"}
 _COLUMNS = (
     "status",
     "decode tok/s",
@@ -48,7 +47,7 @@ _COLUMNS = (
     "n",
 )
 _ALWAYS = ("status", "verdict")
-# A longer value (a list of rates) would push the numbers out of sight; the trial's name stands for it.
+# A parameter with a longer value (a list of rates) has no column; the trial's name identifies it.
 _WIDEST_PARAM = 24
 _MOST_PARAMS = 4
 
@@ -103,12 +102,12 @@ def _workload_table(workload: str, rows: Sequence[TrialResult], best: TrialResul
     table.add_column("", width=1)
     table.add_column("trial", overflow="fold", min_width=8)
     varying = [key for key in varying_params(rows) if all(len(_param(row, key)) <= _WIDEST_PARAM for row in rows)]
-    # More columns than that fold every other one; the names of the trials tell them apart.
+    # More columns would fold all others; the names of the trials identify them.
     varying = varying if len(varying) <= _MOST_PARAMS else []
     for key in varying:
         table.add_column(short(key, varying), justify="right", overflow="fold")
     cells = {id(row): _cells(row, workload) for row in rows}
-    # A column in which no trial has anything (acceptance without speculation, decode of one token) says nothing.
+    # A column in which no trial has anything (acceptance without speculation, decode of one token) is left out.
     shown = [name for name in _COLUMNS if name in _ALWAYS or any(cells[id(row)][name] != "-" for row in rows)]
     for name in shown:
         left = name in ("status", "verdict")
@@ -173,7 +172,7 @@ def _memory(result: TrialResult) -> str:
 
 
 def _explanations(trials: Sequence[TrialResult]) -> RenderableType:
-    """Why a trial has no number, and what helps; why a number may not be believed, once for all its workloads."""
+    """Per trial: why it has no number and what helps, or why its numbers are doubted. Notes come last, by code."""
     lines: list[str] = []
     notes: dict[str, list[str]] = {}
     for result in trials:
@@ -197,8 +196,16 @@ def _explanations(trials: Sequence[TrialResult]) -> RenderableType:
 
 def _footnotes(trials: Sequence[TrialResult]) -> RenderableType:
     unused = {"GPU GiB", "RSS GiB"} - {_memory_column(trials)}
-    notes = [f"{name}: {text}" for name, text in _FOOTNOTES.items() if name not in unused]
+    texts = {column: _metric_text(name) for column, name in _METRIC_OF.items() if column not in unused}
+    notes = [f"{column}: {text}" for column, text in (texts | _OTHER_FOOTNOTES).items()]
     return Text(
-        "\n* the best.  + no other trial has both a higher decode rate and a lower TTFT.  " + ".  ".join(notes) + ".",
+        "\n* the best.  + no other trial has both a higher decode rate and a lower TTFT.  Numbers are medians over "
+        "repeats, in brackets their 95% interval.  " + ".  ".join(notes) + ".",
         style="dim",
     )
+
+
+def _metric_text(name: str) -> str:
+    metric = find_metric((*METRICS, *MEMORY_METRICS), name)
+    assert metric is not None, name
+    return metric.doc

@@ -1,4 +1,4 @@
-"""Trials of one campaign against each other: speed-up, output lengths that differ, the Pareto front."""
+"""Trials of one campaign against each other: speed-up, the checks that need peers, the Pareto front."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from orchestrator.config import Experiment
-from orchestrator.measure import metrics
+from orchestrator.measure.checks import judge_among_peers
+from orchestrator.measure.evidence import Case
 from orchestrator.measure.metrics import Measurement, Quantity
-from orchestrator.measure.verdict import Level, Reason, Verdict, worst
+from orchestrator.measure.quantity import ratio
+from orchestrator.measure.verdict import Level, worst
 from orchestrator.outcome import TrialStatus
 from orchestrator.search.objective import direction, value
 from orchestrator.trial import TrialResult
-
-LENGTH_TOLERANCE = 0.05
 
 
 def baseline(experiment: Experiment, results: Sequence[TrialResult]) -> TrialResult | None:
@@ -22,10 +22,10 @@ def baseline(experiment: Experiment, results: Sequence[TrialResult]) -> TrialRes
 
 
 def with_campaign_metrics(results: Sequence[TrialResult], experiment: Experiment) -> list[TrialResult]:
-    """The results with what only a comparison knows: `speedup` per workload, and the verdict `length_differs`."""
+    """The results with what only a comparison knows: `speedup` per workload, and the checks among peers."""
     reference = baseline(experiment, results)
     compared = [_with_speedup(result, reference) for result in results]
-    return [_with_lengths_judged(result, compared) for result in compared]
+    return [_with_peers_judged(result, compared) for result in compared]
 
 
 def pareto(results: Sequence[TrialResult], a: str, b: str) -> list[TrialResult]:
@@ -60,46 +60,20 @@ def _with_speedup(result: TrialResult, reference: TrialResult | None) -> TrialRe
 
 
 def _speedup(measurement: Measurement, base: Measurement) -> Quantity | None:
-    return metrics.ratio(measurement.repeats.get("decode_tok_s", ()), base.repeats.get("decode_tok_s", ()))
+    return ratio(measurement.repeats.get("decode_tok_s", ()), base.repeats.get("decode_tok_s", ()))
 
 
-def _with_lengths_judged(result: TrialResult, results: Sequence[TrialResult]) -> TrialResult:
-    """Mark every workload that generated a different amount of text than is usual in this campaign."""
+def _with_peers_judged(result: TrialResult, results: Sequence[TrialResult]) -> TrialResult:
+    """The result with the verdicts that its workloads have beside the believed results of the campaign."""
     verdicts = dict(result.verdicts)
     for workload, measurement in result.measurements.items():
-        peers = [r.measurements[workload] for r in results if workload in r.measurements and _believed(r)]
-        detail = _unusual_length(measurement, [peer for peer in peers if _length(peer) is not None])
-        judged = verdicts.get(workload)
-        if detail is None or judged is None or any(reason.code == "length_differs" for reason in judged.reasons):
-            continue
-        level = Level.SUSPECT if judged.level is Level.VALID else judged.level
-        reason = Reason(code="length_differs", detail=detail)
-        verdicts[workload] = Verdict(level=level, reasons=(*judged.reasons, reason))
+        if workload in verdicts:
+            peers = tuple(r.measurements[workload] for r in results if workload in r.measurements and _believed(r))
+            case = Case(workload=result.spec.workloads[workload], measurement=measurement, peers=peers)
+            verdicts[workload] = judge_among_peers(verdicts[workload], case)
     if verdicts == result.verdicts:
         return result
     return replace(result, verdicts=verdicts, verdict=worst(verdicts.values()))
-
-
-def _unusual_length(measurement: Measurement, peers: Sequence[Measurement]) -> str | None:
-    """A sentence when the answers are longer or shorter than the median trial's by more than tolerance and noise."""
-    length = _length(measurement)
-    others = [peer for peer in peers if peer is not measurement]
-    if length is None or not others:
-        return None
-    # Of two trials neither is the usual one: each is held against the other.
-    ordered = sorted(peers if len(peers) > 2 else others, key=lambda peer: _length(peer) or 0.0)
-    usual = ordered[(len(ordered) - 1) // 2]
-    usual_length = _length(usual) or 0.0
-    mine, theirs = (m.repeats.get("completion_tokens", ()) for m in (measurement, usual))
-    by_chance = min(len(mine), len(theirs)) > 1 and not metrics.differs(mine, theirs)
-    if usual is measurement or abs(length - usual_length) <= LENGTH_TOLERANCE * usual_length or by_chance:
-        return None
-    return f"{length:.0f} tokens per answer where {usual_length:.0f} are usual in this campaign"
-
-
-def _length(measurement: Measurement) -> float | None:
-    quantity = measurement.metrics.get("completion_tokens")
-    return quantity.value if quantity else None
 
 
 def _believed(result: TrialResult) -> bool:

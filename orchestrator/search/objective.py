@@ -1,6 +1,7 @@
 """What "best" means, as arithmetic on one TrialResult: metric values, mixes of workloads, constraints.
 
-A metric is named WORKLOAD/NAME or memory/NAME. An absent or non-finite value is None and never compares.
+A metric is written WORKLOAD/NAME or memory/NAME; the names, units and directions are those of measure.metrics.
+An absent or non-finite value is None and never compares.
 """
 
 from __future__ import annotations
@@ -8,34 +9,18 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from orchestrator.config import Experiment, Mode, Objective, TrialSpec, Workload, flatten
 from orchestrator.errors import ConfigError
-from orchestrator.measure.metrics import Quantity, harmonic_mix, measure_windows
-from orchestrator.trial import MEMORY_FACTS, TrialResult
+from orchestrator.measure import metrics
+from orchestrator.measure.metrics import Metric, Quantity
+from orchestrator.measure.quantity import finite_quantity, harmonic_mix
+from orchestrator.trial import TrialResult
 
 MEMORY = "memory"
-# What a workload is measured by: every name a Measurement has, and what with_campaign_metrics adds to it.
-METRICS = frozenset(measure_windows([]).metrics) | {"speedup"}
-HIGHER_IS_BETTER = frozenset(
-    {
-        "decode_tok_s",
-        "output_tok_s",
-        "prefill_tok_s",
-        "acceptance_rate",
-        "acceptance_length",
-        "speedup",
-        "tokens_per_chunk",
-        "prompt_tokens",
-        "completion_tokens",
-        "full_concurrency_share",
-    }
-)
-HIGHER_MEMORY = ("kv_available_gib", "kv_tokens", "max_concurrency")
-LOWER_MEMORY = ("gpu_peak_gib", "host_rss_peak_gib", "model_gib", "graph_gib", "peak_activation_gib")
 _GPU_PEAK = re.compile(r"gpu\d+_peak_gib")
 _CONSTRAINT = re.compile(r"^\s*(?P<metric>\S+?)\s*(?P<op><=|>=|<|>)\s*(?P<bound>\S+)\s*$")
 
@@ -79,17 +64,7 @@ def value(result: TrialResult, metric: str) -> Quantity | None:
     if place == MEMORY:
         return _memory(result, name)
     measurement = result.measurements.get(place)
-    return finite(measurement.metrics.get(name)) if measurement else None
-
-
-def finite(quantity: Quantity | None) -> Quantity | None:
-    """The quantity, unless its value is not finite; an interval that is not finite is dropped."""
-    if quantity is None or not math.isfinite(quantity.value):
-        return None
-    ends = (quantity.low, quantity.high)
-    if any(end is not None and not math.isfinite(end) for end in ends):
-        return replace(quantity, low=None, high=None)
-    return quantity
+    return finite_quantity(measurement.metrics.get(name)) if measurement else None
 
 
 def objective_metrics(objective: Objective, workloads: Mapping[str, Workload]) -> dict[str, float]:
@@ -112,11 +87,11 @@ def score(experiment: Experiment, result: TrialResult) -> Quantity | None:
     """The objective's value, None as soon as a part of it is unknown.
 
     A mix weighs by tokens: rates (tokens per second) combine harmonically, all else as a weighted mean. The interval
-    combines the ends of the parts, which is wider than the truth and never narrower.
+    combines the bounds of the parts, which is at least as wide as that of the mix itself.
     """
     weights = objective_metrics(experiment.objective, experiment.workloads)
     parts = {metric: value(result, metric) for metric in weights}
-    return combine({m: q for m, q in parts.items() if q is not None}, weights)
+    return _combine({m: q for m, q in parts.items() if q is not None}, weights)
 
 
 def samples(experiment: Experiment, result: TrialResult) -> tuple[float, ...]:
@@ -136,7 +111,7 @@ def samples(experiment: Experiment, result: TrialResult) -> tuple[float, ...]:
     return tuple(found)
 
 
-def combine(parts: Mapping[str, Quantity], weights: Mapping[str, float]) -> Quantity | None:
+def _combine(parts: Mapping[str, Quantity], weights: Mapping[str, float]) -> Quantity | None:
     """Weighted combination of `parts` (metric -> value); None unless every weighted metric is there."""
     if not weights or any(metric not in parts for metric in weights):
         return None
@@ -168,7 +143,7 @@ def misses(experiment: Experiment, result: TrialResult) -> tuple[tuple[str, ...]
 
 
 def preference(objective: Objective, spec: TrialSpec) -> tuple[float, ...]:
-    """Sorts what is preferred first. A key that is not set comes first with min and last with max."""
+    """Sort key under objective.prefer, the preferred point first. An unset key is first with min, last with max."""
     flat = settings(spec)
     ranks: list[float] = []
     for key, mode in objective.prefer.items():
@@ -182,7 +157,7 @@ def preference(objective: Objective, spec: TrialSpec) -> tuple[float, ...]:
 
 
 def settings(spec: TrialSpec) -> dict[str, Any]:
-    """Everything a trial may be told apart by: dotted key -> value, as in the configuration file."""
+    """Every setting in which two trials may differ: dotted key -> value, as in the configuration file."""
     workloads = {name: asdict(workload) for name, workload in spec.workloads.items()}
     return flatten({"engine": asdict(spec.engine), "placement": asdict(spec.placement), "workloads": workloads})
 
@@ -193,38 +168,49 @@ def prefers(objective: Objective, first: TrialSpec, second: TrialSpec) -> bool:
 
 
 def direction(metric: str) -> Mode:
-    """Whether more or less of a metric is better."""
-    place, _, name = metric.partition("/")
-    if place == MEMORY:
-        return "max" if name in HIGHER_MEMORY else "min"
-    return "max" if name in HIGHER_IS_BETTER else "min"
+    """Whether the larger ("max") or the smaller ("min") value is better. Raises ConfigError on an unknown metric."""
+    return _row(metric, repr(metric)).better
+
+
+def is_rate(metric: str) -> bool:
+    """Whether a metric is in tokens per second. Raises ConfigError on an unknown metric."""
+    return _row(metric, repr(metric)).unit == metrics.RATE_UNIT
 
 
 def check_metric(experiment: Experiment, metric: str, key: str) -> None:
     """Raise ConfigError, naming the nearest valid name, unless `metric` is WORKLOAD/NAME or memory/NAME."""
-    place, slash, name = metric.partition("/")
+    place, slash, _ = metric.partition("/")
     if not slash:
         raise ConfigError(f"{key}: found {metric!r}, allowed is WORKLOAD/NAME, for example {_example(experiment)!r}")
-    if place == MEMORY:
-        if not _GPU_PEAK.fullmatch(name):
-            require_name(name, {*HIGHER_MEMORY, *LOWER_MEMORY, *MEMORY_FACTS}, f"{key}: {metric!r}: memory value")
-        return
     require_name(place, {*experiment.workloads, MEMORY}, f"{key}: {metric!r}: workload")
-    require_name(name, METRICS, f"{key}: {metric!r}: metric")
+    _row(metric, f"{key}: {metric!r}")
 
 
 def require_name(found: str, allowed: Iterable[str], what: str) -> None:
     """Raise ConfigError with the nearest of `allowed` unless `found` is one of them."""
     names = sorted(set(allowed))
-    if found in names:
-        return
+    if found not in names:
+        raise _unknown(found, names, what)
+
+
+def _unknown(found: str, names: Sequence[str], what: str) -> ConfigError:
     near = difflib.get_close_matches(found, names, n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"{what} {found!r} is unknown, allowed are {', '.join(names) or 'none'}{hint}")
+    return ConfigError(f"{what} {found!r} is unknown, allowed are {', '.join(names) or 'none'}{hint}")
+
+
+def _row(metric: str, where: str) -> Metric:
+    """The row of a metric in its table. Raises ConfigError, which begins with `where`, when there is none."""
+    place, _, name = metric.partition("/")
+    table, what = (metrics.MEMORY_METRICS, "memory value") if place == MEMORY else (metrics.METRICS, "metric")
+    row = metrics.find_metric(table, name)
+    if row is None:
+        raise _unknown(name, sorted(metrics.metric_names(table)), f"{where}: {what}")
+    return row
 
 
 def _constrained_value(result: TrialResult, metric: str) -> tuple[Quantity | None, str | None]:
-    """The value a constraint is held against; a p99 of fewer than 100 requests is their maximum, said in a note."""
+    """(the value a constraint is held against, note): for a p99 of fewer than 100 requests it is their maximum."""
     quantity = value(result, metric)
     if quantity is None and metric.endswith("_p99_s"):
         quantity = value(result, metric.replace("_p99_s", "_max_s"))
@@ -236,14 +222,14 @@ def _constrained_value(result: TrialResult, metric: str) -> tuple[Quantity | Non
 def _memory(result: TrialResult, name: str) -> Quantity | None:
     if name == "gpu_peak_gib":
         peaks = [fact.value for key, fact in result.memory.items() if _GPU_PEAK.fullmatch(key)]
-        return finite(Quantity(value=max(peaks), n=len(peaks))) if peaks else None
+        return finite_quantity(Quantity(value=max(peaks), n=len(peaks))) if peaks else None
     fact = result.memory.get(name)
-    return finite(Quantity(value=fact.value)) if fact else None
+    return finite_quantity(Quantity(value=fact.value)) if fact else None
 
 
 def weighted_mean(numbers: Mapping[str, float], weights: Mapping[str, float]) -> float | None:
     """Harmonic for rates (tokens per second), arithmetic for all else; weights sum to 1."""
-    if all(metric.endswith("tok_s") for metric in numbers):
+    if all(is_rate(metric) for metric in numbers):
         return harmonic_mix(numbers, {metric: weights[metric] for metric in numbers})
     return sum(weights[metric] * number for metric, number in numbers.items())
 

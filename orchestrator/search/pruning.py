@@ -15,7 +15,7 @@ from orchestrator.config import Experiment, Objective, TrialSpec, flatten
 from orchestrator.measure.metrics import Measurement
 from orchestrator.measure.verdict import Level
 from orchestrator.outcome import TrialStatus
-from orchestrator.search.objective import objective_metrics, prefers, weighted_mean
+from orchestrator.search.objective import is_rate, objective_metrics, prefers, weighted_mean
 from orchestrator.trial import TrialResult
 
 # More of these needs more memory, whatever the engine; keys as the engines spell them, dashes for underscores.
@@ -108,7 +108,7 @@ def clearly_worse(
     if len(best) < len(weights) or not any(metric.startswith(f"{workload}/") for metric in mine):
         return False
     complete = len(mine) == len(weights)
-    if not complete and not all(metric.endswith("tok_s") for metric in weights):
+    if not complete and not all(is_rate(metric) for metric in weights):
         return False
     gain = math.log(_combined(mine, weights) / _combined(best, weights))
     if objective.mode == "min":

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from orchestrator.config import Experiment, TrialSpec
 from orchestrator.errors import ConfigError
-from orchestrator.measure import metrics
+from orchestrator.measure.quantity import differs
 from orchestrator.measure.verdict import Level
 from orchestrator.outcome import TrialStatus
 from orchestrator.search.objective import (
@@ -195,7 +195,7 @@ def _worse(experiment: Experiment, candidate: _Candidate, leader: _Candidate) ->
     if experiment.objective.tie is not None:
         return abs(candidate.value / leader.value - 1) > experiment.objective.tie if leader.value else True
     if len(candidate.repeats) > 1 and len(leader.repeats) > 1:
-        return metrics.differs(candidate.repeats, leader.repeats)
+        return differs(candidate.repeats, leader.repeats)
     return candidate.value != leader.value
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from orchestrator import search, tracking
 from orchestrator.config import Experiment
 from orchestrator.errors import PromotionError
-from orchestrator.measure import metrics
 from orchestrator.measure.metrics import Quantity
+from orchestrator.measure.quantity import differs, ratio
 from orchestrator.measure.verdict import Level
 from orchestrator.outcome import TrialStatus
 from orchestrator.search.objective import misses, objective_metrics, samples, score
@@ -75,21 +74,14 @@ def require_complete(result: TrialResult) -> None:
 def compare_with_champion(experiment: Experiment, challenger: TrialResult, champion: TrialResult) -> Comparison:
     """Whether the challenger's objective is better by more than the noise of both."""
     repeats = samples(experiment, challenger), samples(experiment, champion)
-    ratio = metrics.ratio(*repeats)
+    gain = ratio(*repeats)
     better = False
-    if ratio is not None and metrics.differs(*repeats):
-        better = ratio.value > 1 if experiment.objective.mode == "max" else ratio.value < 1
+    if gain is not None and differs(*repeats):
+        better = gain.value > 1 if experiment.objective.mode == "max" else gain.value < 1
     return Comparison(
         metric=" + ".join(objective_metrics(experiment.objective, experiment.workloads)),
         challenger=score(experiment, challenger),
         champion=score(experiment, champion),
-        ratio=ratio,
+        ratio=gain,
         better=better,
     )
-
-
-def quantity_document(quantity: Quantity | None) -> dict[str, Any] | None:
-    """A number with its interval, for JSON."""
-    if quantity is None:
-        return None
-    return {"value": quantity.value, "low": quantity.low, "high": quantity.high, "n": quantity.n}

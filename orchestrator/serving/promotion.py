@@ -20,9 +20,10 @@ from orchestrator.engines import ENGINES
 from orchestrator.errors import PromotionError
 from orchestrator.masking import MASK
 from orchestrator.measure.client import Target
+from orchestrator.measure.quantity import quantity_document
 from orchestrator.serving import gate, verification
 from orchestrator.serving.deployment import Deployment
-from orchestrator.serving.gate import Comparison, quantity_document
+from orchestrator.serving.gate import Comparison
 from orchestrator.serving.replica import EngineDeploymentSpec
 from orchestrator.serving.verification import Verification
 from orchestrator.tracking import Recorded

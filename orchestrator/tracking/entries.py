@@ -16,7 +16,8 @@ from typing import Any
 
 from orchestrator.config import TrialSpec, flatten
 from orchestrator.masking import MASK, is_secret_argument, is_secret_variable
-from orchestrator.measure.metrics import Measurement, Quantity
+from orchestrator.measure.metrics import Measurement
+from orchestrator.measure.quantity import finite_quantity
 from orchestrator.trial import TrialResult, to_json
 
 # A param longer than this is unreadable in a table; the whole value is kept as an artifact.
@@ -238,17 +239,11 @@ def _finite_measurement(measurement: Measurement) -> Measurement:
     rates = measurement.acceptance_by_position
     return replace(
         measurement,
-        metrics={name: _finite_quantity(quantity) for name, quantity in measurement.metrics.items()},
+        metrics={name: finite_quantity(quantity) for name, quantity in measurement.metrics.items()},
         repeats={name: tuple(map(_finite_or_none, values)) for name, values in measurement.repeats.items()},
         acceptance_by_position=rates if rates is None or all(map(math.isfinite, rates)) else None,
         cold={name: _finite_or_none(value) for name, value in measurement.cold.items()},
     )
-
-
-def _finite_quantity(quantity: Quantity | None) -> Quantity | None:
-    if quantity is None or not math.isfinite(quantity.value):
-        return None
-    return replace(quantity, low=_finite_or_none(quantity.low), high=_finite_or_none(quantity.high))
 
 
 def _finite_or_none(value: float | None) -> float | None:

@@ -9,8 +9,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from orchestrator.measure import metrics
-from orchestrator.measure.metrics import Quantity, RequestTrace
+from orchestrator.measure import formulas
+from orchestrator.measure.formulas import RequestTrace
+from orchestrator.measure.metrics import Quantity
 from orchestrator.search import comparison
 from orchestrator.search.objective import value
 from orchestrator.trial import TrialResult
@@ -130,7 +131,7 @@ def ttft_values(traces: Path) -> dict[str, list[float]]:
     values: dict[str, list[float]] = {}
     for trace in _lines(traces):
         workload = trace.pop("workload")
-        ttft = metrics.ttft_s(RequestTrace(**trace))
+        ttft = formulas.ttft_s(RequestTrace(**trace))
         if ttft is not None and trace.get("error") is None:
             values.setdefault(workload, []).append(ttft)
     return values

@@ -1,7 +1,6 @@
 """TrialSpec -> TrialResult. This package gives the data (result.py); the experiment itself is in run.py."""
 
 from orchestrator.trial.result import (
-    MEMORY_FACTS,
     SCHEMA_VERSION,
     TrialResult,
     from_json,
@@ -11,7 +10,6 @@ from orchestrator.trial.result import (
 )
 
 __all__ = [
-    "MEMORY_FACTS",
     "SCHEMA_VERSION",
     "TrialResult",
     "from_json",

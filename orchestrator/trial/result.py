@@ -19,7 +19,6 @@ from orchestrator.measure.verdict import Verdict
 from orchestrator.outcome import Fact, TrialStatus
 
 SCHEMA_VERSION = 2
-MEMORY_FACTS = ("model_gib", "kv_available_gib", "kv_tokens", "graph_gib", "peak_activation_gib", "max_concurrency")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

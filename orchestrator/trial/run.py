@@ -15,7 +15,8 @@ from pydantic import TypeAdapter
 from orchestrator.config import TrialSpec, Workload
 from orchestrator.engines import ENGINES
 from orchestrator.errors import ConfigError, EngineFailure, MachineError
-from orchestrator.measure.metrics import Measurement, RequestTrace
+from orchestrator.measure.formulas import RequestTrace
+from orchestrator.measure.metrics import MEMORY_METRICS, Measurement, metric_names
 from orchestrator.measure.run import Stalled, Surroundings, WorkloadRun, measure
 from orchestrator.measure.verdict import worst
 from orchestrator.node.launch import run_engine
@@ -23,7 +24,7 @@ from orchestrator.node.memory import MemorySampler
 from orchestrator.node.provenance import provenance
 from orchestrator.node.server import Server
 from orchestrator.outcome import Diagnosis, Fact, TrialStatus
-from orchestrator.trial.result import MEMORY_FACTS, TrialResult, write_result, write_text
+from orchestrator.trial.result import TrialResult, write_result, write_text
 
 STALL_LEVER = "read the end of the log; raise stall_s of the workload for long prefills"
 EVIDENCE_CHARS = 2000
@@ -218,7 +219,7 @@ class _Story:
                 outcome = replace(alive, status=TrialStatus.COMPLETE)
             outcome = _with_remains(outcome, self.server)
         verdicts = {name: run.verdict for name, run in self.runs.items()}
-        memory = {name: fact for name, fact in self.facts.items() if name in MEMORY_FACTS}
+        memory = {name: fact for name, fact in self.facts.items() if name in metric_names(MEMORY_METRICS)}
         return TrialResult(
             spec=self.spec,
             status=outcome.status,

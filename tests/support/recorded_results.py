@@ -10,7 +10,8 @@ from typing import Any
 from orchestrator import trial
 from orchestrator.config import EngineSpec, Experiment, Objective, Search, Tracking, TrialSpec, Workload
 from orchestrator.engines.base import Speculation
-from orchestrator.measure.metrics import Measurement, Quantity, RequestTrace
+from orchestrator.measure.formulas import RequestTrace
+from orchestrator.measure.metrics import Measurement, Quantity
 from orchestrator.measure.verdict import Level, Reason, Verdict
 from orchestrator.outcome import Fact, TrialStatus
 from orchestrator.trial import TrialResult

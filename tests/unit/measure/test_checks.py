@@ -1,15 +1,23 @@
-"""The parts of a verdict that need no server: log lines, and how reasons add up."""
+"""The table of checks, and what needs no server to be judged: log lines, counters, how reasons add up."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
 from orchestrator.config import Workload
-from orchestrator.measure.metrics import RequestTrace, Window, measure_windows
-from orchestrator.measure.verdict import LEVELS, Evidence, Level, Reason, Verdict, judge, method_name, verdict_of, worst
+from orchestrator.measure import checks
+from orchestrator.measure.checks import CHECKS, LEVELS, Check, judge, judge_among_peers
+from orchestrator.measure.checks_speculation import method_name
+from orchestrator.measure.evidence import Case, Evidence
+from orchestrator.measure.formulas import RequestTrace, Window
+from orchestrator.measure.metrics import measure_windows
+from orchestrator.measure.verdict import Level, Reason, Verdict, worst
+from tests.support.definitions import check_row, rows_under, undocumented
 from tests.support.paths import RECORDED, ROOT
 
 
@@ -147,24 +155,79 @@ def test_one_name_for_a_method(spelling, name):
     assert method_name(spelling) == name
 
 
-def test_reasons_add_up_to_the_worst_level():
-    late, few = Reason(code="client_late", detail="a"), Reason(code="few_repeats", detail="b")
-    note = Reason(code="bunched_chunks", detail="c")
-    assert verdict_of([]) == Verdict(level=Level.VALID)
-    assert verdict_of([note]).level is Level.VALID
-    assert verdict_of([few, note]).level is Level.SUSPECT
-    assert verdict_of([few, late]) == Verdict(level=Level.INVALID, reasons=(few, late))
-    assert worst([verdict_of([few]), verdict_of([few, late]), verdict_of([])]) == verdict_of([few, late])
+def test_reasons_add_up_to_the_worst_level(monkeypatch):
+    def verdict_with(*codes: str) -> Verdict:
+        found = [replace(check, find=lambda case: "seen") for check in CHECKS if check.code in codes]
+        monkeypatch.setattr(checks, "CHECKS", tuple(found))
+        return judge(Workload(), measure_windows([]), [], Evidence())
+
+    assert verdict_with() == Verdict(level=Level.VALID)
+    assert verdict_with("bunched_chunks").level is Level.VALID
+    few = verdict_with("few_repeats", "bunched_chunks")
+    assert few.level is Level.SUSPECT
+    late = verdict_with("client_late", "few_repeats")
+    assert late.level is Level.INVALID
+    assert [reason.code for reason in late.reasons] == ["client_late", "few_repeats"]
+    every = (*few.reasons, Reason(code="client_late", detail="seen"))
+    assert worst([few, late, verdict_with()]) == Verdict(level=Level.INVALID, reasons=every)
     assert worst([]) == Verdict(level=Level.VALID)
 
 
-def test_the_codes_of_the_design_are_here_with_their_levels():
+def test_a_check_is_one_row(monkeypatch):
+    """What a contributor does: a function of the case, and a row with it. Nothing else knows the code."""
+
+    def slow_minute(case: Case) -> str | None:
+        slow = [window for window in case.windows if window.wall_s > 60]
+        return f"{len(slow)} of {len(case.windows)} repeats took more than a minute" if slow else None
+
+    row = Check(code="slow_minute", level=Level.SUSPECT, find=slow_minute, doc="a repeat took more than 60 s: noise")
+    assert undocumented([check_row(row)], "## Verdicts") == [
+        "| `slow_minute` | suspect | a repeat took more than 60 s: noise |"
+    ]
+    slow = [replace(answered(1)[0], wall_s=61.0), *answered()[1:]]
+    assert judged(slow) == set()
+    monkeypatch.setattr(checks, "CHECKS", (*CHECKS, row))
+    assert judged(answered()) == set()
+    verdict = judge(Workload(), measure_windows(slow), slow, Evidence())
+    assert Reason(code="slow_minute", detail="1 of 3 repeats took more than a minute") in verdict.reasons
+    assert verdict.level is Level.SUSPECT
+
+
+def test_a_check_among_peers_is_asked_when_they_are_known_and_once(monkeypatch):
+    measurement = measure_windows(answered())
+    row = Check(
+        code="alone",
+        level=Level.INVALID,
+        find=lambda case: None if len(case.peers) > 1 else "there is no other trial",
+        doc="",
+        among_peers=True,
+    )
+    monkeypatch.setattr(checks, "CHECKS", (*CHECKS, row))
+    assert judged(answered()) == set()
+    case = Case(workload=Workload(), measurement=measurement, peers=(measurement,))
+    before = Verdict(level=Level.SUSPECT, reasons=(Reason(code="few_repeats", detail="2 of at least 3"),))
+    after = judge_among_peers(before, case)
+    assert after.level is Level.INVALID
+    assert [reason.code for reason in after.reasons] == ["few_repeats", "alone"]
+    assert judge_among_peers(after, case) == after
+    assert judge_among_peers(before, replace(case, peers=(measurement, measurement))) == before
+
+
+def test_a_code_stands_once_and_the_page_has_exactly_the_table():
+    assert len(LEVELS) == len(CHECKS)
+    assert sorted(rows_under("## Verdicts")) == sorted(map(check_row, CHECKS))
+
+
+def test_the_codes_of_the_design_are_those_of_the_table():
     design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     section = design.split("## 7. Verdicts", 1)[1].split("\n## ", 1)[0]
-    named = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", section))
-    assert {"prefix_cache_hits", "length_differs"} <= named
-    assert named <= set(LEVELS)
-    definitions = (ROOT / "docs" / "definitions.md").read_text(encoding="utf-8")
-    for code, level in LEVELS.items():
-        word = "note" if level is Level.VALID else level.value
-        assert re.search(rf"^\| `{code}` \| {word} \|", definitions, re.MULTILINE), code
+    assert set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", section)) <= set(LEVELS)
+
+
+def test_the_verdict_is_data_that_needs_neither_engines_nor_numpy():
+    loaded = "import sys, orchestrator.measure.verdict; print([m for m in sys.modules if m.startswith(%r)])"
+    for module in ("numpy", "orchestrator.engines"):
+        run = subprocess.run(
+            [sys.executable, "-c", loaded % module], cwd=ROOT, capture_output=True, check=True, text=True
+        )
+        assert run.stdout.strip() == "[]"

@@ -9,9 +9,9 @@ import time
 import pytest
 
 from orchestrator.config import Workload
-from orchestrator.measure import metrics
+from orchestrator.measure import formulas
 from orchestrator.measure.client import Client, RequestError, Target, list_models, one_completion
-from orchestrator.measure.metrics import Window
+from orchestrator.measure.formulas import Window
 from orchestrator.measure.workload import SizedText, build_prompts
 
 DIALECTS = ("vllm", "sglang", "llamacpp")
@@ -59,7 +59,7 @@ def test_decode_rate_is_the_engines_own_whatever_a_chunk_holds(fake_engine):
     for behaviour in ({}, {"tokens_per_chunk": 4}, {"comments": True, "crlf": True}, {"utf8_split": True}):
         engine = fake_engine("vllm", tokens_per_s=200.0, **behaviour)
         window = run(engine, short(num_prompts=5, output_tokens=64))
-        rates = [metrics.decode_tok_s(trace) or 0.0 for trace in window.traces]
+        rates = [formulas.decode_tok_s(trace) or 0.0 for trace in window.traces]
         # A busy machine disturbs some requests; a wrong formula would disturb all.
         assert min(rates, key=lambda rate: abs(rate - 200.0)) == pytest.approx(200.0, rel=0.03), (behaviour, rates)
 
@@ -76,17 +76,17 @@ def test_ttft_is_the_first_thought_and_content_is_told_apart(fake_engine, field)
         think_content="empty",
     )
     trace = run(engine, short(num_prompts=1, output_tokens=60)).traces[0]
-    assert metrics.ttft_s(trace) == pytest.approx(0.2, abs=0.1)
-    assert metrics.first_content_s(trace) == pytest.approx(0.5, abs=0.12)
-    assert metrics.decode_tok_s(trace) == pytest.approx(100.0, rel=0.05)
+    assert formulas.ttft_s(trace) == pytest.approx(0.2, abs=0.1)
+    assert formulas.first_content_s(trace) == pytest.approx(0.5, abs=0.12)
+    assert formulas.decode_tok_s(trace) == pytest.approx(100.0, rel=0.05)
 
 
 def test_late_usage_does_not_lengthen_the_answer(fake_engine):
     engine = fake_engine("vllm", tokens_per_s=400.0, usage="late", usage_delay_s=0.7)
     trace = run(engine, short(num_prompts=1, output_tokens=40)).traces[0]
     assert trace.completion_tokens == 40
-    assert (metrics.e2e_s(trace) or 9.0) < 0.5
-    assert metrics.decode_tok_s(trace) == pytest.approx(400.0, rel=0.1)
+    assert (formulas.e2e_s(trace) or 9.0) < 0.5
+    assert formulas.decode_tok_s(trace) == pytest.approx(400.0, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_closed_loop_keeps_its_streams_busy_and_no_more(fake_engine):
     spans = [(t.sent_s, t.chunk_times_s[-1]) for t in window.traces]
     running = [sum(a <= start < b for a, b in spans) for start, _ in spans]
     assert max(running) == 3
-    share = metrics.full_concurrency_share(window)
+    share = formulas.full_concurrency_share(window)
     assert share is not None
     assert share > 0.9
 
@@ -138,7 +138,7 @@ def test_an_open_loop_starts_by_its_schedule_not_by_completions(fake_engine, arr
     engine = fake_engine("vllm", tokens_per_s=100.0)
     window = run(engine, short(num_prompts=12, request_rate=20.0, arrival=arrival, output_tokens=60))
     assert all(trace.error is None for trace in window.traces)
-    lateness = [metrics.lateness_s(trace) or 0.0 for trace in window.traces]
+    lateness = [formulas.lateness_s(trace) or 0.0 for trace in window.traces]
     assert min(lateness) >= 0
     assert sorted(lateness)[6] < 0.02
     # Twelve answers of 0.6 s each would take 7 s one after the other.

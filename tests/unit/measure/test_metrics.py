@@ -5,14 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import math
-import re
 from dataclasses import replace
 
 import pytest
 
 from orchestrator.engines.base import EngineStats
-from orchestrator.measure import metrics
-from orchestrator.measure.metrics import RequestTrace, Window, measure_windows
+from orchestrator.measure import formulas
+from orchestrator.measure.formulas import RequestTrace, Window
+from orchestrator.measure.metrics import METRICS, measure_windows
 from tests.support.paths import ROOT
 
 REFERENCE = ROOT / "experiments" / "reference"
@@ -36,20 +36,22 @@ def reference(name: str) -> list[dict[str, str]]:
 
 def test_a_stream_of_five_tokens_by_hand():
     one = trace(times_s=(10.5, 10.75, 11.25), chunk_tokens=(2, 1, 2))
-    assert metrics.ttft_s(one) == pytest.approx(0.5)
-    assert metrics.e2e_s(one) == pytest.approx(1.25)
-    assert metrics.tpot_s(one) == pytest.approx(0.75 / 3)
-    assert metrics.decode_tok_s(one) == pytest.approx(4.0)
-    assert metrics.prefill_tok_s(one) == pytest.approx(2000.0)
-    assert metrics.tokens_per_chunk(one) == pytest.approx(5 / 3)
-    assert metrics.chunk_gaps_s([one, one]) == pytest.approx([0.25, 0.5, 0.25, 0.5])
-    assert metrics.output_tok_s(window(one, one, wall_s=4.0)) == pytest.approx(2.5)
+    assert formulas.ttft_s(one) == pytest.approx(0.5)
+    assert formulas.e2e_s(one) == pytest.approx(1.25)
+    assert formulas.tpot_s(one) == pytest.approx(0.75 / 3)
+    assert formulas.decode_tok_s(one) == pytest.approx(4.0)
+    assert formulas.prefill_tok_s(one) == pytest.approx(2000.0)
+    assert formulas.tokens_per_chunk(one) == pytest.approx(5 / 3)
+    assert formulas.chunk_gaps_s([one, one]) == pytest.approx([0.25, 0.5, 0.25, 0.5])
+    assert formulas.output_tok_s(window(one, one, wall_s=4.0)) == pytest.approx(2.5)
 
 
 def test_the_same_numbers_in_every_place_that_prints_one():
     one = trace(chunk_tokens=(1, 2, 2))
     measured = measure_windows([window(trace(), replace(one, index=1)) for _ in range(3)], [trace(sent_s=0.0)])
-    for name, formula in metrics.PER_REQUEST.items():
+    per_request = {metric.name: metric.per_request for metric in METRICS if metric.per_request}
+    assert len(per_request) > 8
+    for name, formula in per_request.items():
         quantity = measured.metrics[name]
         assert (quantity.value if quantity else None) == formula(one)
         assert measured.repeats[name] == (formula(one),) * 3
@@ -59,16 +61,16 @@ def test_several_tokens_in_a_chunk():
     """60 tokens in 20 events, 30 ms apart: 100 tok/s, where counting events says 33."""
     times = tuple(1.0 + 0.03 * i for i in range(20))
     told = trace(times_s=times, sent_s=0.5, completion_tokens=60, chunk_tokens=(3,) * 20)
-    assert metrics.decode_tok_s(told) == pytest.approx(100.0)
+    assert formulas.decode_tok_s(told) == pytest.approx(100.0)
     untold = replace(told, chunk_tokens=None)
-    assert metrics.tpot_s(untold) == pytest.approx(19 * 0.03 / 59)
+    assert formulas.tpot_s(untold) == pytest.approx(19 * 0.03 / 59)
 
 
 def test_a_token_that_ends_the_text_has_no_time_of_its_own():
     """Four tokens of text 0.1 s apart, then an end-of-text mark: the rate is 10 tok/s, not 13."""
     told = trace(times_s=(1.0, 1.1, 1.2, 1.3), completion_tokens=5, chunk_tokens=(1, 1, 1, 1))
-    assert metrics.decode_tok_s(told) == pytest.approx(10.0)
-    assert metrics.decode_tok_s(replace(told, chunk_tokens=None)) == pytest.approx(4 / 0.3)
+    assert formulas.decode_tok_s(told) == pytest.approx(10.0)
+    assert formulas.decode_tok_s(replace(told, chunk_tokens=None)) == pytest.approx(4 / 0.3)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +84,8 @@ def test_a_token_that_ends_the_text_has_no_time_of_its_own():
     ],
 )
 def test_a_rate_that_nothing_is_left_for_is_absent(left_out):
-    assert metrics.decode_tok_s(replace(trace(), **left_out)) is None
-    assert metrics.tpot_s(replace(trace(), **left_out)) is None
+    assert formulas.decode_tok_s(replace(trace(), **left_out)) is None
+    assert formulas.tpot_s(replace(trace(), **left_out)) is None
 
 
 def test_part_4_decode_rate_from_tpot():
@@ -92,7 +94,7 @@ def test_part_4_decode_rate_from_tpot():
             continue
         tpot_s = float(row["tpot_ms"]) / 1000
         one = trace(times_s=(1.0, 1.0 + 2047 * tpot_s), sent_s=0.0, completion_tokens=2048)
-        assert metrics.decode_tok_s(one) == pytest.approx(float(row["decode_tok_s"]), rel=0.0015)
+        assert formulas.decode_tok_s(one) == pytest.approx(float(row["decode_tok_s"]), rel=0.0015)
 
 
 def test_part_2_output_throughput_holds_the_prefill():
@@ -102,14 +104,14 @@ def test_part_2_output_throughput_holds_the_prefill():
             continue
         wall_s = 0.37 + 1023 * float(row["tpot_ms"]) / 1000
         one = trace(times_s=(0.37, wall_s), sent_s=0.0, completion_tokens=1024)
-        assert metrics.output_tok_s(window(one, wall_s=wall_s)) == pytest.approx(float(row["output_tok_s"]), rel=0.01)
-        assert metrics.decode_tok_s(one) > 1.02 * float(row["output_tok_s"])
+        assert formulas.output_tok_s(window(one, wall_s=wall_s)) == pytest.approx(float(row["output_tok_s"]), rel=0.01)
+        assert formulas.decode_tok_s(one) > 1.02 * float(row["output_tok_s"])
 
 
 def test_part_4_prefill_rate():
     for row in reference("prefill.csv"):
         one = trace(times_s=(float(row["vllm_ttft_s"]),), sent_s=0.0, prompt_tokens=int(row["prompt_tokens"]))
-        assert metrics.prefill_tok_s(one) == pytest.approx(float(row["vllm_prefill_tok_s"]), rel=0.002)
+        assert formulas.prefill_tok_s(one) == pytest.approx(float(row["vllm_prefill_tok_s"]), rel=0.002)
 
 
 def test_failed_requests_enter_the_error_rate_and_nothing_else():
@@ -153,57 +155,57 @@ def spec(drafts, drafted, accepted, by_position=None, **rest) -> EngineStats:
 def test_acceptance_is_the_delta_of_the_window_not_the_life_of_the_server():
     before, after = spec(100, 300, 300, (100.0, 100.0, 100.0)), spec(200, 600, 400, (180.0, 115.0, 105.0))
     speculated = window(trace(), before=before, after=after)
-    assert metrics.acceptance_rate(speculated) == pytest.approx(100 / 300)
-    assert metrics.acceptance_length(speculated) == pytest.approx(2.0)
-    assert metrics.acceptance_by_position([speculated, speculated]) == pytest.approx((0.8, 0.15, 0.05))
+    assert formulas.acceptance_rate(speculated) == pytest.approx(100 / 300)
+    assert formulas.acceptance_length(speculated) == pytest.approx(2.0)
+    assert formulas.acceptance_by_position([speculated, speculated]) == pytest.approx((0.8, 0.15, 0.05))
     plain = window(trace())
-    assert metrics.acceptance_rate(plain) is None
-    assert metrics.acceptance_length(plain) is None
-    assert metrics.acceptance_by_position([plain]) is None
-    assert metrics.acceptance_by_position([]) is None
+    assert formulas.acceptance_rate(plain) is None
+    assert formulas.acceptance_length(plain) is None
+    assert formulas.acceptance_by_position([plain]) is None
+    assert formulas.acceptance_by_position([]) is None
 
 
 def test_positions_that_appear_with_the_first_draft_count_from_zero():
     started = window(before=spec(0, 0, 0, ()), after=spec(10, 20, 12, (8.0, 4.0)))
-    assert metrics.acceptance_by_position([started]) == pytest.approx((0.8, 0.4))
+    assert formulas.acceptance_by_position([started]) == pytest.approx((0.8, 0.4))
     idle = window(before=spec(10, 20, 12, (8.0, 4.0)), after=spec(10, 20, 12, (8.0, 4.0)))
-    assert metrics.acceptance_by_position([idle]) is None
-    assert metrics.acceptance_rate(idle) is None
+    assert formulas.acceptance_by_position([idle]) is None
+    assert formulas.acceptance_rate(idle) is None
 
 
 def test_the_gauge_stands_in_only_where_there_are_no_counters():
     gauge = EngineStats(acceptance_length_gauge=2.7)
-    assert metrics.acceptance_length(window(before=gauge, after=gauge)) == 2.7
+    assert formulas.acceptance_length(window(before=gauge, after=gauge)) == 2.7
 
 
 def test_a_restart_in_the_window_leaves_no_delta():
     back = window(before=spec(100, 300, 200), after=spec(10, 30, 20))
-    assert metrics.counters_reset(back)
-    assert metrics.acceptance_rate(back) is None
+    assert formulas.counters_reset(back)
+    assert formulas.acceptance_rate(back) is None
     restarted = window(before=spec(10, 30, 20, start_time_s=5.0), after=spec(100, 300, 200, start_time_s=9.0))
-    assert metrics.counters_reset(restarted)
-    assert metrics.counter_delta(restarted, "drafts") is None
-    assert not metrics.counters_reset(window(before=spec(1, 3, 2), after=spec(2, 6, 4)))
+    assert formulas.counters_reset(restarted)
+    assert formulas.counter_delta(restarted, "drafts") is None
+    assert not formulas.counters_reset(window(before=spec(1, 3, 2), after=spec(2, 6, 4)))
 
 
 def test_prefix_hits_come_from_the_counter_or_from_usage():
     counted = window(trace(), before=EngineStats(prefix_hit_tokens=16), after=EngineStats(prefix_hit_tokens=48))
-    assert metrics.prefix_hit_tokens(counted) == 32
-    assert metrics.prefix_hit_tokens(window(trace(cached_tokens=100), trace(cached_tokens=0))) == 100
-    assert metrics.prefix_hit_tokens(window(trace())) is None
+    assert formulas.prefix_hit_tokens(counted) == 32
+    assert formulas.prefix_hit_tokens(window(trace(cached_tokens=100), trace(cached_tokens=0))) == 100
+    assert formulas.prefix_hit_tokens(window(trace())) is None
 
 
 def test_full_concurrency_share_sees_ramp_and_drain():
     traces = [trace(sent_s=0.0, times_s=(1.0, 4.0)), trace(sent_s=0.0, times_s=(1.0, 10.0))]
-    assert metrics.full_concurrency_share(window(*traces, wall_s=10.0, concurrency=2)) == pytest.approx(0.4)
-    assert metrics.full_concurrency_share(window(traces[0], wall_s=4.0, concurrency=2)) == 0.0
-    assert metrics.full_concurrency_share(window(*traces, wall_s=10.0)) is None
+    assert formulas.full_concurrency_share(window(*traces, wall_s=10.0, concurrency=2)) == pytest.approx(0.4)
+    assert formulas.full_concurrency_share(window(traces[0], wall_s=4.0, concurrency=2)) == 0.0
+    assert formulas.full_concurrency_share(window(*traces, wall_s=10.0)) is None
 
 
 def test_lateness_is_against_the_schedule():
     late = trace(sent_s=10.25, scheduled_s=10.0)
-    assert metrics.lateness_s(late) == pytest.approx(0.25)
-    assert metrics.lateness_s(trace()) is None
+    assert formulas.lateness_s(late) == pytest.approx(0.25)
+    assert formulas.lateness_s(trace()) is None
 
 
 def test_no_number_that_is_not_finite_leaves():
@@ -213,11 +215,3 @@ def test_no_number_that_is_not_finite_leaves():
     values = [x for q in measured.metrics.values() if q for x in (q.value, q.low, q.high)]
     values += [x for series in measured.repeats.values() for x in series]
     json.dumps([x for x in values if x is not None], allow_nan=False)
-
-
-def test_every_name_stands_in_the_definitions():
-    told = (REFERENCE.parent.parent / "docs" / "definitions.md").read_text(encoding="utf-8")
-    names = measure_windows([window(trace(), concurrency=1)]).metrics
-    tails = re.compile(r"^(ttft|e2e|lateness)_(p50|p90|p99|max)_s$")
-    assert len(names) > 30
-    assert [name for name in names if f"`{name}`" not in told and not tails.match(name)] == []

@@ -14,9 +14,10 @@ from orchestrator.config import Workload
 from orchestrator.engines import ENGINES
 from orchestrator.engines.base import Speculation
 from orchestrator.errors import ConfigError, EngineFailure
+from orchestrator.measure.checks import LEVELS
 from orchestrator.measure.client import Target
 from orchestrator.measure.run import Stalled, Surroundings, WorkloadRun, appended, measure
-from orchestrator.measure.verdict import LEVELS, Level
+from orchestrator.measure.verdict import Level
 from orchestrator.outcome import Diagnosis, TrialStatus
 
 DIALECTS = ("vllm", "sglang", "llamacpp")

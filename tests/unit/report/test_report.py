@@ -14,7 +14,7 @@ from rich.console import Console
 from orchestrator import report
 from orchestrator.config import Workload
 from orchestrator.engines.base import Speculation
-from orchestrator.measure.metrics import Quantity
+from orchestrator.measure.metrics import MEMORY_METRICS, METRICS, Quantity
 from orchestrator.measure.verdict import Level
 from orchestrator.outcome import Fact, TrialStatus
 from orchestrator.tracking import Recorded
@@ -118,8 +118,11 @@ def test_the_table_tells_everything_in_a_hundred_columns_and_in_a_pipe(experimen
     said = " ".join(text.split())
     assert "k=4: refused (k_below_block_size): the engine refuses k=4: below the checkpoint's block size 5" in said
     assert "what helps: num_speculative_tokens of 5 or more" in said
-    for explained in ("decode tok/s: median", "acc. len: tokens per step", "GPU GiB: highest use", "speed-up: decode"):
-        assert explained in said
+    texts = {metric.name: metric.doc for metric in (*METRICS, *MEMORY_METRICS)}
+    for column, name in [("decode tok/s", "decode_tok_s"), ("acc. len", "acceptance_length"), ("speed-up", "speedup")]:
+        assert f"{column}: {texts[name]}." in said
+    assert f"GPU GiB: {texts['gpu_peak_gib']}." in said
+    assert "RSS GiB" not in said
 
 
 def test_a_narrow_terminal_folds_and_cuts_nothing(experiment, sweep):
