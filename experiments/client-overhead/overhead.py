@@ -33,7 +33,7 @@ sys.path.insert(0, str(HERE.parent))
 
 import vllm_bench  # noqa: E402  (a neighbour of this folder, which is no package)
 
-ENGINE = vllm_bench.ROOT / "tests" / "fake_engine.py"
+ENGINE = vllm_bench.ROOT / "tests" / "support" / "fake_engine.py"
 MODEL = "org/model"
 Row = dict[str, object]
 

@@ -43,7 +43,7 @@ TARGET_S = 1.5
 
 
 def command(kind: str) -> list[str]:
-    return [sys.executable, str(ROOT / "tests" / "fake_engine.py"), kind]
+    return [sys.executable, str(ROOT / "tests" / "support" / "fake_engine.py"), kind]
 
 
 def bare_cycle_s(kind: str) -> float:

@@ -36,7 +36,7 @@ from orchestrator.measure.client import Client, Target
 from orchestrator.measure.workload import Prompt
 
 HERE = Path(__file__).resolve().parent
-FAKE_ENGINE = HERE.parent.parent / "tests" / "fake_engine.py"
+FAKE_ENGINE = HERE.parent.parent / "tests" / "support" / "fake_engine.py"
 MODEL = "org/model"
 TOKENS_PER_S = 50.0
 # (streams, requests per round, shortest and longest answer). Lengths differ, so that streams do not move in lockstep.
