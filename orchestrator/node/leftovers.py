@@ -27,7 +27,7 @@ def new_mark() -> str:
     """A mark that names this process, also after its pid was given to another, and one launch."""
     owner = identify(os.getpid())
     assert owner is not None
-    return f"{_namespace()}:{owner.pid}:{owner.started}:{secrets.token_hex(4)}"
+    return f"{_namespace()}:{owner.pid}:{_ticks(owner)}:{secrets.token_hex(4)}"
 
 
 def sweep() -> tuple[int, ...]:
@@ -68,7 +68,16 @@ def _marked() -> Iterator[tuple[psutil.Process, str]]:
 
 def _owner_lives(mark: str) -> bool:
     _, pid, start, _ = mark.split(":")
-    return pid.isdecimal() and is_alive(ProcessId(pid=int(pid), started=start))
+    owner = identify(int(pid)) if pid.isdecimal() else None
+    return owner is not None and is_alive(owner) and _ticks(owner) == start
+
+
+def _ticks(owner: ProcessId) -> str:
+    """The start without the boot: a mark is read from a living process, which is of this boot.
+
+    Every version of this program writes it so: one that did not would take the engines of another for abandoned.
+    """
+    return owner.started.rpartition("/")[2]
 
 
 def _namespace() -> str:

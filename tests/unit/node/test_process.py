@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
+from orchestrator.node.leftovers import new_mark
 from orchestrator.node.process import identify, is_alive
 
 
@@ -33,3 +35,12 @@ def test_a_process_that_ended_is_not_alive_though_nobody_collected_it() -> None:
         assert not is_alive(known)
     assert identify(child.pid) is None
     assert not is_alive(known)
+
+
+def test_the_mark_of_an_engine_is_read_by_every_version() -> None:
+    """Pid and clock ticks, as 0.1.0 wrote it: with another format two versions would kill each other's engines."""
+    namespace, pid, ticks, launch = new_mark().split(":")
+    stat = Path(f"/proc/{os.getpid()}/stat").read_text().rpartition(")")[2].split()
+    assert (pid, ticks) == (str(os.getpid()), stat[19])
+    assert namespace.isdecimal()
+    assert launch
