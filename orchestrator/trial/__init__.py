@@ -2,20 +2,32 @@
 
 from orchestrator.trial.result import (
     MEMORY_FACTS,
+    MEMORY_FILE,
+    RESULT_FILE,
     SCHEMA_VERSION,
     TrialResult,
     from_json,
+    memory_csv,
+    read_memory,
+    read_result,
     to_json,
+    with_memory,
     write_result,
     write_text,
 )
 
 __all__ = [
     "MEMORY_FACTS",
+    "MEMORY_FILE",
+    "RESULT_FILE",
     "SCHEMA_VERSION",
     "TrialResult",
     "from_json",
+    "memory_csv",
+    "read_memory",
+    "read_result",
     "to_json",
+    "with_memory",
     "write_result",
     "write_text",
 ]
