@@ -1,4 +1,4 @@
-"""Thirty SIGKILLs of a driver at random moments (fixed seed), each followed by a resume; writes results.csv.
+"""Thirty SIGKILLs of a driver at random moments (fixed seed), each followed by a resume. Writes results.csv.
 
 python experiments/kill-anywhere/run.py
 """
@@ -13,9 +13,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent.parent / "tests"))
+sys.path.insert(0, str(HERE.resolve().parents[1]))
 
-from test_kill_anywhere import Kill, killed_until_done  # noqa: E402
+from tests.integration.test_kill_anywhere import Kill, killed_until_done  # noqa: E402
 
 NUM_KILLS = 30
 MOST_PER_CAMPAIGN = 6

