@@ -13,7 +13,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.resolve().parents[1]))
+sys.path.insert(0, str(HERE.parent.parent))
 
 from tests.integration.test_kill_anywhere import Kill, killed_until_done  # noqa: E402
 

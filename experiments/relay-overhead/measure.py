@@ -3,7 +3,7 @@
     python experiments/relay-overhead/measure.py [--rounds 4]
 
 Writes results.csv (one line per way, number of streams and round) and prints the table of README.md. The engine is
-tests/support/fake_engine.py at a fixed decode speed. The client is this program's. All of it shares one machine.
+tests/support/fake_engine.py at a fixed decode speed, the client is the project's own; everything shares this machine.
 """
 
 from __future__ import annotations
