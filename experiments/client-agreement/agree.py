@@ -87,7 +87,7 @@ def ours(server: Server, workloads: dict[str, Workload], workdir: Path, pair: in
         capture_output=True,
         timeout=600,
     )
-    # 1: measured, and not to be believed; which reasons were given stands in the row.
+    # Exit code 1: measured, but the verdict is not valid. The row holds its reasons.
     if ended.returncode > 1:
         raise SystemExit(f"bench ended with {ended.returncode}: {ended.stderr.decode()[-2000:]}")
     for name, measured in json.loads(ended.stdout)["measurements"].items():
@@ -111,23 +111,23 @@ def theirs(server: Server, workloads: dict[str, Workload], workdir: Path, pair: 
         sized = [SizedText(text=texts[i % len(texts)], tokens=None) for i in range(workload.num_prompts)]
         made = build_prompts(workload, name, sized, 0, f"vllm bench serve {pair}")
         prompts.write_text("".join(json.dumps({"prompt": prompt.text}) + "\n" for prompt in made))
-        told = vllm_bench.serve(
+        report = vllm_bench.serve(
             server.target.base_url, arguments(workload, server, prompts), workdir, server.target.api_key
         )
         yield {
             "workload": name,
             "client": THEIRS,
-            "ttft_s": told["median_ttft_ms"] / 1e3,
-            "tpot_s": told["median_tpot_ms"] / 1e3,
-            "output_tok_s": told["output_throughput"],
-            "prompt_tokens": told["total_input_tokens"] / told["completed"],
-            "completion_tokens": told["total_output_tokens"] / told["completed"],
-            "answered": told["completed"],
+            "ttft_s": report["median_ttft_ms"] / 1e3,
+            "tpot_s": report["median_tpot_ms"] / 1e3,
+            "output_tok_s": report["output_throughput"],
+            "prompt_tokens": report["total_input_tokens"] / report["completed"],
+            "completion_tokens": report["total_output_tokens"] / report["completed"],
+            "answered": report["completed"],
         }
 
 
 def arguments(workload: Workload, server: Server, prompts: Path) -> list[str]:
-    """What makes it send the same: chat with the server's template, greedy, full length, the same streams."""
+    """Its options for the same requests: chat with the server's template, greedy, full length, as many streams."""
     return [
         *("--backend", "openai-chat", "--endpoint", "/v1/chat/completions"),
         *("--model", str(vllm_bench.MODEL_FOLDER), "--served-model-name", server.target.model),
@@ -146,7 +146,7 @@ def table(rows: list[Row]) -> str:
                 [float(str(r[metric])) for r in rows if (r["workload"], r["client"]) == (workload, client)]
                 for client in (OURS, THEIRS)
             )
-            # Both clients of a pair met the same minutes of a shared machine.
+            # Both clients of a pair ran in the same minutes of a shared machine.
             found = ratio([a / b for a, b in zip(left, right, strict=True)], [1.0] * len(left))
             if found is None or found.low is None or found.high is None:
                 raise SystemExit("two pairs at least are needed to compare")

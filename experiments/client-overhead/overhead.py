@@ -85,7 +85,7 @@ def start(rate: float) -> tuple[subprocess.Popen[bytes], str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # Tokens, not prefill, are the load: the first token comes at once.
+    # The load is decoding, not prefill: the first token comes at once.
     wishes = {"tokens_per_s": rate, "ttft_s": 0.3, "load_s": 0.0, "max_life_s": 900}
     process = subprocess.Popen(
         [sys.executable, str(ENGINE), "vllm", MODEL, "--port", str(port)],
@@ -96,7 +96,7 @@ def start(rate: float) -> tuple[subprocess.Popen[bytes], str]:
 
 
 def spread(engine: subprocess.Popen[bytes]) -> str:
-    """The client on one core, the engine on another, where there are two."""
+    """Where there are two cores, the client runs on one and the engine on the other."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[0]})
     os.sched_setaffinity(engine.pid, {cores[-1]})
@@ -130,7 +130,7 @@ def ours(base_url: str, workload: Workload, workdir: Path, rate: float) -> Row:
         "client": "orchestrator",
         "chunks": chunks,
         "chunks_per_s": round(chunks / (last_s - first_s), 1),
-        **told(metrics["tpot_s"], rate, marks[-1] - marks[-2], chunks),
+        **_row(metrics["tpot_s"], rate, marks[-1] - marks[-2], chunks),
         "client_cpu_share": round(metrics["client_cpu_share"], 4),
         "loop_lag_p99_ms": round(metrics["client_lag_p99_s"] * 1e3, 2),
         "reasons": " ".join(reason.code for reason in run.verdict.reasons),
@@ -157,30 +157,30 @@ def theirs(base_url: str, workload: Workload, workdir: Path, rate: float) -> Row
         "client": "vllm bench serve",
         "chunks": chunks,
         "chunks_per_s": round(chunks / (document["duration"] - min(document["ttfts"])), 1),
-        **told(document["median_tpot_ms"] / 1e3, rate, cpu_s, chunks),
+        **_row(document["median_tpot_ms"] / 1e3, rate, cpu_s, chunks),
     }
 
 
 def cpu_of(command: list[str]) -> float:
-    """Seconds of CPU that the benchmark used between its own words; the imports before them are left out."""
+    """Seconds of CPU that the benchmark used between two lines of its output; its imports come before the first."""
     environment = vllm_bench.environment({"PYTHONUNBUFFERED": "1"})
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         assert process.stdout is not None
         marks: list[float] = []
-        said: list[str] = []
+        output: list[str] = []
         for line in process.stdout:
-            said.append(line)
+            output.append(line)
             if "Starting main benchmark run" in line or "Serving Benchmark Result" in line:
                 times = psutil.Process(process.pid).cpu_times()
                 marks.append(times.user + times.system)
     if process.returncode or len(marks) != 2:
-        raise SystemExit(f"vllm bench serve ended with {process.returncode}:\n{''.join(said)[-2000:]}")
+        raise SystemExit(f"vllm bench serve ended with {process.returncode}:\n{''.join(output)[-2000:]}")
     return marks[1] - marks[0]
 
 
-def told(tpot_s: float, rate: float, cpu_s: float, chunks: int) -> Row:
+def _row(tpot_s: float, rate: float, cpu_s: float, chunks: int) -> Row:
     return {
         "tpot_ms": round(tpot_s * 1e3, 4),
         "tpot_error_percent": round((tpot_s * rate - 1) * 100, 3),

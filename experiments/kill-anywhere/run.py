@@ -1,4 +1,4 @@
-"""Thirty SIGKILLs of a driver at random moments (fixed seed), each followed by a resume; writes results.csv.
+"""Thirty SIGKILLs of a driver at random moments (fixed seed), each followed by a resume. Writes results.csv.
 
 python experiments/kill-anywhere/run.py
 """

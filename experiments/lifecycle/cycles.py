@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from orchestrator.config import EngineSpec, Placement, Stop, TrialSpec, Workload  # noqa: E402
 from orchestrator.node.leftovers import MARKER  # noqa: E402
+from orchestrator.outcome import TrialStatus  # noqa: E402
 from orchestrator.trial.run import run  # noqa: E402
 
 KINDS = ("vllm", "sglang", "llamacpp")
@@ -88,14 +89,14 @@ def trial_cycle(kind: str, root: Path, stubborn: bool) -> tuple[float, float]:
     began = time.monotonic()
     result = run(spec, root / "trial")
     wall_s = time.monotonic() - began
-    if result.status is not run.TrialStatus.COMPLETE:
+    if result.status is not TrialStatus.COMPLETE:
         log = (root / "trial" / "engine.log").read_text(errors="replace")
         raise SystemExit(f"{kind}: {result.status}: {result.reason}\n{log[-3000:]}")
     return wall_s, result.phases_s["warming"] + result.phases_s["measuring"]
 
 
 def state() -> dict[str, object]:
-    """What must be the same before and after."""
+    """What must be equal before the first cycle and after the last."""
     mine = f":{os.getpid()}:"
     marked = []
     for process in psutil.process_iter():
@@ -123,7 +124,7 @@ _BEGAN_S = time.time()
 
 
 def _is_ours(path: Path) -> bool:
-    """Made since this program began."""
+    """Whether a file was made after this program had begun."""
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_ctime > _BEGAN_S
     return False
@@ -156,7 +157,7 @@ def main() -> int:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    # Engines that ignore TERM take their whole grace: that time is the engine's.
+    # An engine that ignores TERM uses up its grace. That time is not our overhead.
     for column in ("bare_s", "trial_s", "work_s", "overhead_s"):
         values = [float(str(row[column])) for row in rows if not row["stubborn"]]
         shares = "  ".join(f"p{round(share * 100)} {percentile(values, share):.2f}" for share in (0.05, 0.5, 0.9, 0.99))

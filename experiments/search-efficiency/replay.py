@@ -67,7 +67,7 @@ class Replay:
         return None if rate is None else rate * math.exp(self.noise[row, repeat])
 
     def measure(self, spec: TrialSpec, goes_on: Callable[[Measurement], bool]) -> TrialResult:
-        """Repeat by repeat until done or told to stop, as trial.run would report it."""
+        """Measure repeat by repeat until all are done or goes_on returns False, as trial.run does."""
         values: list[float] = []
         repeats = self.experiment.workloads[WORKLOAD].repeats
         for repeat in range(repeats):
@@ -105,7 +105,7 @@ def grid(replay: Replay, specs: list[TrialSpec], _seed: int) -> list[TrialResult
 
 
 def early(replay: Replay, specs: list[TrialSpec], _seed: int) -> list[TrialResult]:
-    """search.stop_early: the middle first, the baseline last, and nobody measures on who can no longer win."""
+    """search.stop_early: the middle first, the baseline last, and a point that can no longer win is not measured on."""
     experiment, results = replay.experiment, list[TrialResult]()
     for spec in search.in_order(experiment, specs):
         best = search.select(experiment, results).best
@@ -138,7 +138,7 @@ def tpe(replay: Replay, specs: list[TrialSpec], seed: int) -> list[TrialResult]:
         if index not in found:
             found[index] = replay.measure(specs[index], lambda _so_far: True)
         score = search.score(replay.experiment, found[index])
-        # A refused point is infeasible: the sampler is told that it failed.
+        # A refused point is infeasible: it is reported to the sampler as failed.
         study.tell(asked, score.value if score else None, state=None if score else optuna.trial.TrialState.FAIL)
     return list(found.values())
 
@@ -179,7 +179,7 @@ def curves() -> list[Curve]:
 
 
 def experiment_of(curve: Curve, repeats: int) -> Experiment:
-    """The experiment of conf/dspark.yaml and conf/mtp.yaml, reduced to what the curve tells."""
+    """The experiment of conf/dspark.yaml and conf/mtp.yaml, reduced to what the curve holds."""
     config = {"method": "dspark", "num_speculative_tokens": 6}
     return Experiment(
         name=curve.name,

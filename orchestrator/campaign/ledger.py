@@ -40,7 +40,7 @@ class Ledger:
     def finished(self, launch_id: str) -> TrialResult | None:
         """The result of a launch that ended; None for one that must run (again). A torn file counts as not finished."""
         try:
-            result = trial.from_json((self.workdir(launch_id) / "result.json").read_bytes())
+            result = trial.read_result(self.workdir(launch_id))
         except (OSError, ValueError):
             return None
         return None if result.status is TrialStatus.INFRASTRUCTURE else result

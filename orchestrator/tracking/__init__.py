@@ -1,4 +1,4 @@
-"""MLflow: write TrialResults, read them back, name the champion. Only the driver writes; nothing else knows MLflow."""
+"""MLflow: write TrialResults, read them back, set the champion. The only room that imports MLflow."""
 
 # ruff: noqa: E402
 import os
@@ -13,7 +13,7 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-from orchestrator.tracking.champion import champion, previous, roll_back_champion, set_champion
+from orchestrator.tracking.champion import champion, previous, set_champion
 from orchestrator.tracking.reading import Recorded, last_campaign, load_run
 from orchestrator.tracking.store import runs_page, store_uri, ui_command
 from orchestrator.tracking.tracker import Tracker, replay
@@ -26,7 +26,6 @@ __all__ = [
     "load_run",
     "previous",
     "replay",
-    "roll_back_champion",
     "runs_page",
     "set_champion",
     "store_uri",

@@ -1,4 +1,4 @@
-"""The champion: the registered version of the run that is served, and the one before it."""
+"""The champion: the registered model version of the run that is served, and the one before it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from orchestrator.config import Experiment
-from orchestrator.errors import TrackingError
 from orchestrator.tracking import entries
 from orchestrator.tracking.reading import Recorded, recorded
 from orchestrator.tracking.store import border, connect, is_missing, store_uri
@@ -18,9 +17,10 @@ PREVIOUS = "previous"
 
 
 def set_champion(experiment: Experiment, run_id: str, tags: Mapping[str, str] | None = None) -> str:
-    """Make a run the champion; the one before becomes `previous`. Returns the registered version.
+    """Make a run the champion; the champion before it becomes `previous`. Returns the registered version.
 
-    tags (the Serve application, whether it was forced) are kept with the version. Call it once promotion is verified.
+    Call it after the promotion is verified. tags (the Serve application, whether promotion was forced) are set on
+    the version.
     """
     uri, name = store_uri(experiment), model_name(experiment)
     with border(uri, f"run {run_id!r} cannot become the champion"):
@@ -41,22 +41,13 @@ def set_champion(experiment: Experiment, run_id: str, tags: Mapping[str, str] | 
 
 
 def champion(experiment: Experiment) -> Recorded | None:
-    """The run that is served, or was last; None before the first promotion."""
+    """The run that was promoted last; None before the first promotion."""
     return _aliased(experiment, CHAMPION)
 
 
 def previous(experiment: Experiment) -> Recorded | None:
-    """The champion before this one, which a rollback returns to; None when there was none."""
+    """The champion before this one, the target of a rollback; None when there was none."""
     return _aliased(experiment, PREVIOUS)
-
-
-def roll_back_champion(experiment: Experiment) -> Recorded:
-    """Exchange `champion` and `previous`. Returns the new champion. Raises TrackingError when there is no previous."""
-    before = previous(experiment)
-    if before is None or before.run_id is None:
-        raise TrackingError(f"tracking: {model_name(experiment)!r} has no previous champion to return to")
-    set_champion(experiment, before.run_id)
-    return before
 
 
 def model_name(experiment: Experiment) -> str:
@@ -71,7 +62,7 @@ def _move_champion(client: MlflowClient, name: str, version: str, before: str | 
 
 
 def _aliases(client: MlflowClient, name: str) -> dict[str, str] | None:
-    """Alias -> version of a registered model; None when it is not registered."""
+    """Alias -> version of a registered model; None when the model is not registered."""
     try:
         return {alias: str(version) for alias, version in client.get_registered_model(name).aliases.items()}
     except MlflowException as error:

@@ -1,6 +1,6 @@
-"""TrialResult -> the params, metrics, series and tags that a tracking store can hold. Pure; knows no store.
+"""TrialResult -> the params, metrics, series, tags and texts that a tracking store can hold. Pure; knows no store.
 
-Everything here is finite, short enough and named in a safe character set, so that one odd value never costs the rest.
+All values are finite, short enough and named in a safe character set: a store that refuses one would refuse the batch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from orchestrator.config import TrialSpec, flatten
 from orchestrator.masking import MASK, is_secret_argument, is_secret_variable
 from orchestrator.measure.metrics import Measurement
 from orchestrator.measure.quantity import finite_quantity
-from orchestrator.trial import TrialResult, to_json
+from orchestrator.trial import MEMORY_FILE, RESULT_FILE, TrialResult, memory_csv, to_json
 
-# A param longer than this is unreadable in a table; the whole value is kept as an artifact.
+# A longer param is unreadable in a table. An artifact keeps the whole value.
 MAX_PARAM_CHARS = 500
 MAX_TAG_CHARS = 1000
 MAX_NAME_CHARS = 200
-# A chart needs no more; the full series is in result.json.
+# A chart needs no more. The artifact memory.csv keeps the whole series.
 MAX_SAMPLES = 200
 
 
@@ -40,29 +40,35 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """All that is recorded of one result besides its params and files. text: result.json, strict."""
+    """What is recorded of one result besides its params and the files of its folder.
+
+    texts: artifacts by name, result.json and, where there are series, memory.csv. They are written from the result,
+    because a folder of an earlier version holds the series inside result.json.
+    """
 
     metrics: dict[str, float]
     samples: list[Sample]
     tags: dict[str, str]
-    text: str
+    texts: dict[str, str]
 
 
 def entry(result: TrialResult, workload: str | None) -> Entry:
-    """What is recorded of `result`; `workload` (the objective's) also stands under bare names.
+    """What is recorded of `result`. The metrics of `workload`, the objective's, are recorded under bare names too.
 
-    A filter finds a bare name unquoted (`metrics.decode_tok_s > 200`); one with a slash or hyphen needs backticks.
+    MLflow's filter takes a bare name unquoted (`metrics.decode_tok_s > 200`); a slash or a hyphen needs backticks.
     """
+    strict = finite(result)
+    series_text = {MEMORY_FILE: memory_csv(strict.memory_series)} if any(strict.memory_series.values()) else {}
     return Entry(
         metrics=headline(result.measurements, workload) | metrics(result),
         samples=series(result),
         tags=result_tags(result),
-        text=to_json(finite(result)),
+        texts={RESULT_FILE: to_json(strict), **series_text},
     )
 
 
 def identity(result: TrialResult) -> str:
-    """What tells this execution from every other one, launches of the same point included."""
+    """A digest that differs between any two executions, two launches of one point included."""
     text = json.dumps([result.spec.name, result.spec.key, result.started_at, result.workdir])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -75,7 +81,7 @@ def epoch_ms(timestamp: str) -> int | None:
 
 
 def safe_names(names: Iterable[str]) -> dict[str, str]:
-    """Each name -> one of letters, digits, `_`, `-`, `.` and `/`; different names stay different."""
+    """Each name -> a name of letters, digits, `_`, `-`, `.` and `/`. Different names get different ones."""
     wanted = list(dict.fromkeys(names))
     safe = {name: _safe(name) for name in wanted}
     unchanged = {name for name in wanted if safe[name] == name}
@@ -99,9 +105,9 @@ def _digest(text: str) -> str:
 
 
 def params(spec: TrialSpec) -> tuple[dict[str, str], dict[str, str]]:
-    """The flattened engine, placement and workloads: (params, whole texts of those too long for one).
+    """The flattened engine, placement and workloads: (params, whole texts of the values too long for a param).
 
-    Absent values are left out. Secrets are masked. Keys of the second are those of the first.
+    Absent values are left out. Secrets are masked. Both use the same keys.
     """
     tree = {"engine": asdict(spec.engine), "placement": asdict(spec.placement)}
     tree["workloads"] = {name: asdict(workload) for name, workload in spec.workloads.items()}
@@ -145,7 +151,7 @@ def metrics(result: TrialResult) -> dict[str, float]:
 
 
 def series(result: TrialResult) -> list[Sample]:
-    """Repeats over their index, acceptance over the draft position (from 0), memory over time (peaks kept)."""
+    """Repeats over their index, acceptance over the draft position (from 0), memory over time, thinned."""
     samples: list[Sample] = []
     for workload, measurement in result.measurements.items():
         for name, values in measurement.repeats.items():
@@ -164,13 +170,13 @@ def _finite(values: Iterable[float | None]) -> Iterator[tuple[int, float]]:
 
 
 def _thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most MAX_SAMPLES points: the peak of each stretch, so that a short spike is never lost."""
+    """At most MAX_SAMPLES points: the largest of each stretch, so that no peak is lost."""
     width = math.ceil(len(points) / MAX_SAMPLES) or 1
     return [max(points[i : i + width], key=lambda point: point[1]) for i in range(0, len(points), width)]
 
 
 def nonfinite(result: TrialResult) -> list[str]:
-    """Names of the metrics that had a value which no store can hold, and so are recorded as absent."""
+    """Names of the metrics whose value is not finite. They are recorded as absent."""
     return sorted(
         f"{workload}/{name}"
         for workload, measurement in result.measurements.items()
@@ -180,13 +186,13 @@ def nonfinite(result: TrialResult) -> list[str]:
 
 
 def spec_tags(spec: TrialSpec) -> dict[str, str]:
-    """Tags that are known before the trial runs. `point` says what differs from the rest of the campaign."""
+    """Tags that are known before the trial runs. `point` holds the swept parameters."""
     point = ", ".join(f"{key.rsplit('.', 1)[-1]}={_brief(value)}" for key, value in spec.params.items())
     return {"kind": "trial", "key": spec.key, "engine": spec.engine.kind, "point": point[:MAX_TAG_CHARS]}
 
 
 def result_tags(result: TrialResult) -> dict[str, str]:
-    """Tags that tell how the trial ended. Absent is left out."""
+    """Tags about the end of the trial. Absent ones are left out."""
     found = {
         "result": identity(result),
         "status": str(result.status),
@@ -201,7 +207,7 @@ def result_tags(result: TrialResult) -> dict[str, str]:
 
 
 def verdict_tags(result: TrialResult) -> dict[str, str]:
-    """The worst verdict and the codes of its reasons; nothing when nothing was judged."""
+    """The worst verdict and the codes of its reasons; empty when nothing was judged."""
     if result.verdict is None:
         return {}
     codes = ", ".join(dict.fromkeys(reason.code for reason in result.verdict.reasons))
@@ -209,7 +215,7 @@ def verdict_tags(result: TrialResult) -> dict[str, str]:
 
 
 def note(result: TrialResult) -> str:
-    """What a person reads first on the page of a run: how it ended, why, what helps, the command line."""
+    """The description of a run in MLflow's UI: its status, cause, lever, verdict reasons and command line."""
     lines = [f"**{result.spec.name}**: {result.status}" + (f", {result.cause}" if result.cause else "")]
     lines += [text for text in (result.reason, result.lever and f"What helps: {result.lever}") if text]
     if result.verdict:
@@ -220,7 +226,7 @@ def note(result: TrialResult) -> str:
 
 
 def finite(result: TrialResult) -> TrialResult:
-    """The same result with every number that is not finite made absent, so that it is strict JSON."""
+    """The result with every number that is not finite made absent: strict JSON has no others."""
     return replace(
         result,
         measurements={name: _finite_measurement(m) for name, m in result.measurements.items()},
@@ -256,7 +262,7 @@ def _brief(value: Any) -> str:
 
 
 def headline(measurements: Mapping[str, Measurement], workload: str | None) -> dict[str, float]:
-    """The metrics of one workload under their bare names, which a filter finds without quoting."""
+    """The metrics of one workload under bare names; of the first workload when that one was not measured."""
     measurement = measurements.get(workload or "") or next(iter(measurements.values()), None)
     if measurement is None:
         return {}

@@ -1,4 +1,4 @@
-"""TrialResults -> matplotlib figures: the pictures that go with a run, a campaign and a report. Needs no display."""
+"""TrialResults -> matplotlib figures for a run, a campaign and a record. Needs no display."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from orchestrator.trial import TrialResult
 
 
 def trial(result: TrialResult) -> dict[str, Figure]:
-    """The figures of one trial by name; one that has nothing to show is left out."""
+    """The figures of one trial by name. A figure without data is left out."""
     found: dict[str, Figure] = {}
     if any(result.memory_series.values()):
         found["memory"] = memory_over_time(result)
@@ -30,7 +30,7 @@ def trial(result: TrialResult) -> dict[str, Figure]:
 
 
 def campaign(results: Sequence[TrialResult], workload: str | None) -> dict[str, Figure]:
-    """The figures of one campaign by name, of `workload` or of each; one that has nothing to show is left out."""
+    """The figures of one campaign by name, of `workload` or, when it was not measured, of each that was."""
     found: dict[str, Figure] = {}
     measured = list(dict.fromkeys(name for r in results for name in r.measurements))
     for name in [workload] if workload in measured else measured:
@@ -47,9 +47,9 @@ def campaign(results: Sequence[TrialResult], workload: str | None) -> dict[str, 
 
 
 def sweep(results: Sequence[TrialResult], metric: str) -> Figure:
-    """`workload/name` over the swept parameter, 95% intervals as bars. Points without it are level lines.
+    """`workload/name` over the swept parameter, with 95% intervals. Trials without the parameter are level lines.
 
-    Trials that yielded no number stand at the foot, with how they ended.
+    A trial without a number is a cross at zero, labelled with its status.
     """
     figure, axes = _figure()
     key = swept_parameter(results)
@@ -76,14 +76,14 @@ def sweep(results: Sequence[TrialResult], metric: str) -> Figure:
 
 
 def swept_parameter(results: Sequence[TrialResult]) -> str | None:
-    """The one numeric parameter that differs between the results; None when there is none, or several."""
+    """The one numeric parameter that differs between the results; None when none or several do."""
     keys = dict.fromkeys(key for r in results for key in r.spec.params)
     varying = [k for k in keys if len({x for r in results if (x := _number(r.spec.params.get(k))) is not None}) > 1]
     return varying[0] if len(varying) == 1 else None
 
 
 def _split(results: Sequence[TrialResult], key: str | None) -> tuple[list[tuple[Any, TrialResult]], list[TrialResult]]:
-    """(position on the axis, result) in the axis' order, and the results that have no position on it."""
+    """(position on the axis, result) in ascending order, and the results without a position."""
     if key is None:
         return [(r.spec.name, r) for r in results], []
     placed = [(x, r) for r in results if (x := _number(r.spec.params.get(key))) is not None]
@@ -127,7 +127,7 @@ def memory_over_time(result: TrialResult) -> Figure:
 
 
 def ttft_values(traces: Path) -> dict[str, list[float]]:
-    """TTFT in seconds of every answered request in a traces.jsonl, per workload; empty when there is no such file."""
+    """TTFT in seconds of every answered request in a traces.jsonl, per workload; empty when the file is missing."""
     values: dict[str, list[float]] = {}
     for trace in _lines(traces):
         workload = trace.pop("workload")
@@ -138,7 +138,7 @@ def ttft_values(traces: Path) -> dict[str, list[float]]:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The documents of a JSON-lines file; a last line that a kill tore is left out."""
+    """The documents of a JSON-lines file. A last line that was cut short by a kill is left out."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8") as lines:
@@ -150,7 +150,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def ttft_distribution(title: str, values: Mapping[str, Sequence[float]]) -> Figure:
-    """Share of requests whose first token had come after so many seconds, one step line per workload."""
+    """The cumulative distribution of TTFT, one step line per workload."""
     figure, axes = _figure()
     for workload, times in values.items():
         axes.ecdf(times, label=f"{workload} (n = {len(times)})")
@@ -160,7 +160,7 @@ def ttft_distribution(title: str, values: Mapping[str, Sequence[float]]) -> Figu
 
 
 def pareto(results: Sequence[TrialResult], front: Sequence[TrialResult], x: str, y: str) -> Figure:
-    """Two metrics (`workload/name` or `memory/name`) against each other; the results of `front` joined by a line."""
+    """Metric y over metric x (`workload/name` or `memory/name`); a line joins the results of `front`."""
     figure, axes = _figure()
     points = _both(results, x, y)
     axes.plot([p for p, _, _ in points], [q for _, q, _ in points], "o", color="tab:gray")

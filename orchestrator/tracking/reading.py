@@ -1,4 +1,4 @@
-"""Results read back from the store, as the objects that were written."""
+"""Read TrialResults back from the store. Their memory series stay there, in the artifact memory.csv."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from orchestrator import trial
 from orchestrator.config import Experiment
 from orchestrator.errors import TrackingError
 from orchestrator.outcome import TrialStatus
-from orchestrator.tracking.store import PARENT, border, campaigns, connect, is_missing, search, store_uri
+from orchestrator.tracking.store import PARENT, border, campaigns, connect, is_missing, search_runs, store_uri
 from orchestrator.trial import TrialResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """A result and the run that holds it (None: not recorded, for example because the store is down)."""
+    """A result, without memory series, and the run that holds it. run_id is None when the result is not recorded."""
 
     result: TrialResult
     run_id: str | None = None
@@ -32,7 +32,7 @@ class Recorded:
 def last_campaign(experiment: Experiment, *, all: bool = False) -> list[Recorded]:
     """The results of the newest campaign, oldest trial first; with `all`, of every campaign, newest first.
 
-    A fault of the machine is left out where the same point was measured after all.
+    An infrastructure failure is left out where the same point was measured in another attempt.
     """
     uri = store_uri(experiment)
     with border(uri, "cannot be read"):
@@ -43,7 +43,7 @@ def last_campaign(experiment: Experiment, *, all: bool = False) -> list[Recorded
         if found is None:
             return []
         parents = campaigns(client, found.experiment_id)
-        runs = search(client, found.experiment_id, "tags.kind = 'trial'")
+        runs = search_runs(client, found.experiment_id, "tags.kind = 'trial'")
     chosen = [run.info.run_id for run in (parents if all else parents[:1])]
     children = [run for c in chosen for run in reversed(runs) if run.data.tags.get(PARENT) == c]
     results = [recorded(client, uri, run) for run in children if "result" in run.data.tags]
@@ -56,9 +56,9 @@ def last_campaign(experiment: Experiment, *, all: bool = False) -> list[Recorded
 
 
 def load_run(tracking_uri: str, run: str) -> Recorded:
-    """The result of one run: `run` is its id, or a trial's name, which means the newest trial of that name.
+    """The result of one run. `run` is a run id, or a trial's name, which selects the newest trial of that name.
 
-    EXPERIMENT/NAME looks in one experiment only. Raises TrackingError when there is no such run or it holds no result.
+    EXPERIMENT/NAME selects among one experiment. Raises TrackingError when no run matches or it holds no result.
     """
     with border(tracking_uri, f"run {run!r} cannot be read"):
         if is_missing(tracking_uri):
@@ -71,18 +71,18 @@ def load_run(tracking_uri: str, run: str) -> Recorded:
 
 
 def _named(client: MlflowClient, name: str) -> Iterator[Run]:
-    """Trials of that name that hold a result, newest first."""
+    """The runs of the trials of that name that hold a result, newest first."""
     within, _, last = name.rpartition("/")
     ended = []
     for experiment in client.search_experiments():
-        runs = search(client, experiment.experiment_id, "tags.kind = 'trial'")
+        runs = search_runs(client, experiment.experiment_id, "tags.kind = 'trial'")
         called = [run for run in runs if run.info.run_name in (name, *([last] if experiment.name == within else []))]
         ended += [run for run in called if "result" in run.data.tags]
     return iter(sorted(ended, key=lambda run: -run.info.start_time))
 
 
 def recorded(client: MlflowClient, uri: str, run: Run) -> Recorded:
-    """A run with the result that it holds. Raises TrackingError when it holds none that can be read."""
+    """A run with its result. Raises TrackingError when the run holds no readable result."""
     run_id = str(run.info.run_id)
     with border(uri, f"result.json of run {run_id!r} cannot be read"), tempfile.TemporaryDirectory() as folder:
         text = Path(client.download_artifacts(run_id, "result.json", folder)).read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
-"""The connection to MLflow: which store, its errors in one line, its searches to the last page.
+"""The connection to MLflow: which store, its errors as one line, its searches to the last page.
 
-Importing this package sets what MLflow reads from the environment; see `__init__`.
+The package sets the environment variables that MLflow reads at import; see `__init__`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ PAGE = 500
 
 
 def ui_command(experiment: Experiment, port: int) -> list[str]:
-    """The command that shows this experiment's store in MLflow's UI, on loopback."""
+    """The command that starts MLflow's UI on this experiment's store, on loopback.
+
+    Raises TrackingError when the store is a server.
+    """
     uri = store_uri(experiment)
     if is_server(uri):
         raise TrackingError(f"tracking: {uri} is an MLflow server and shows its UI itself: open it in a browser")
@@ -39,13 +42,13 @@ def ui_command(experiment: Experiment, port: int) -> list[str]:
 
 
 def runs_page(experiment: Experiment, ui_url: str) -> str:
-    """The address, in the UI at `ui_url`, of this experiment's runs, the fastest first. Its start page when unknown."""
+    """The URL of this experiment's runs in the UI at `ui_url`, best first; `ui_url` itself when nothing is recorded."""
     uri = store_uri(experiment)
     with border(uri, "cannot be read"):
         found = None if is_missing(uri) else connect(uri).get_experiment_by_name(experiment.tracking_name)
     if found is None:
         return ui_url
-    # Sorted by a metric the trials stand side by side; sorted by time they are hidden under their campaign.
+    # Sorted by a metric, the UI lists all trials. Sorted by time, it folds them under their campaign.
     name = (experiment.objective.metric or "decode_tok_s").rpartition("/")[2]
     order = quote(f"metrics.`{name}`")
     ascending = "true" if experiment.objective.mode == "min" else "false"
@@ -54,7 +57,7 @@ def runs_page(experiment: Experiment, ui_url: str) -> str:
 
 
 def store_uri(experiment: Experiment) -> str:
-    """The tracking URI; a database file is made absolute, so that it is the same store from every folder."""
+    """The tracking URI. The path of a database file is made absolute: the current folder must not choose the store."""
     uri = experiment.tracking_uri
     path = sqlite_path(uri)
     return f"sqlite:///{path.absolute()}" if path else uri
@@ -74,8 +77,9 @@ def is_missing(uri: str) -> bool:
 
 
 def connect(uri: str) -> MlflowClient:
-    """A client of the store at `uri`; a database is made when missing. Raises TrackingError for a kind of store that
-    MLflow does not write to.
+    """A client of the store at `uri`. Creates the database when it is missing.
+
+    Raises TrackingError for a kind of store that MLflow does not write to.
     """
     if not (is_server(uri) or "://" in uri) or uri.startswith("file:"):
         raise TrackingError(
@@ -88,7 +92,7 @@ def connect(uri: str) -> MlflowClient:
 
 @contextmanager
 def _creation_lock(uri: str) -> Iterator[None]:
-    """Held while a client is made, which creates missing tables: MLflow's own lock lets two first users collide."""
+    """Hold a file lock while a client creates the missing tables: two first users at once collide in MLflow."""
     path = sqlite_path(uri)
     if path is None or (path.exists() and not os.access(path.parent, os.W_OK)):
         yield
@@ -101,20 +105,20 @@ def _creation_lock(uri: str) -> Iterator[None]:
 
 @contextmanager
 def border(uri: str, what: str) -> Iterator[None]:
-    """Translate whatever MLflow raises into one line that names the store."""
+    """Raise every error of MLflow as a TrackingError of one line that names the store."""
     try:
         yield
     except TrackingError:
         raise
     except Exception as error:
-        # Broad, because MLflow lets the errors of its databases, drivers and networks through as they are.
+        # Broad, because MLflow passes on the errors of its databases, drivers and networks unchanged.
         first = (str(error).splitlines() or [type(error).__name__])[0]
         sentence = f"tracking: {uri}: {what}: {first[:300]}"
         raise TrackingError(mask_urls(sentence)) from error
 
 
-def search(client: MlflowClient, experiment_id: str, query: str) -> list[Run]:
-    """All runs that match, newest first."""
+def search_runs(client: MlflowClient, experiment_id: str, query: str) -> list[Run]:
+    """All runs that match a query in MLflow's filter language, newest first, however many pages they fill."""
     runs: list[Run] = []
     token = None
     while True:
@@ -128,4 +132,5 @@ def search(client: MlflowClient, experiment_id: str, query: str) -> list[Run]:
 
 
 def campaigns(client: MlflowClient, experiment_id: str) -> list[Run]:
-    return search(client, experiment_id, "tags.kind = 'campaign'")
+    """The parent runs of an experiment, newest first."""
+    return search_runs(client, experiment_id, "tags.kind = 'campaign'")

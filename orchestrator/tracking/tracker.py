@@ -1,7 +1,7 @@
-"""Write TrialResults to MLflow. Only the driver enters this room; everything else reads.
+"""Write TrialResults to MLflow. Only the driver of a campaign does.
 
-One MLflow experiment per experiment name, one parent run per campaign, one child run per trial. A store that goes down
-loses nothing: `record` raises TrackingError, result.json is on disk already, and `replay` records what is missing.
+One MLflow experiment per experiment name, one parent run per campaign, one child run per trial. A store that is down
+loses nothing: `record` raises TrackingError, the trial's folder is on disk already, and `replay` records it later.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from orchestrator.tracking.store import (
     campaigns,
     connect,
     is_server,
-    search,
+    search_runs,
     store_uri,
 )
 from orchestrator.trial import TrialResult
@@ -46,10 +46,10 @@ _ENDED_AS = {
 
 
 class Tracker:
-    """One experiment's records, open for writing. Methods may be called from several threads."""
+    """The records of one experiment, open for writing. Methods may be called from several threads."""
 
     def __init__(self, experiment: Experiment) -> None:
-        """Open the store, and create it and the MLflow experiment when missing. Raises TrackingError."""
+        """Open the store. Creates it and the MLflow experiment when they are missing. Raises TrackingError."""
         self.uri = store_uri(experiment)
         self.campaign_id: str | None = None
         self._name = experiment.tracking_name
@@ -64,7 +64,7 @@ class Tracker:
     def _experiment(self, folder: Path) -> str:
         found = self._client.get_experiment_by_name(self._name)
         if found is None:
-            # A server has its own place for artifacts; a database has none, and would use the current folder.
+            # A server chooses the place of artifacts itself. A database would put them into the current folder.
             location = None if is_server(self.uri) else str((folder / "artifacts").absolute())
             try:
                 return str(self._client.create_experiment(self._name, artifact_location=location))
@@ -80,10 +80,10 @@ class Tracker:
         return str(found.experiment_id)
 
     def close_dead_runs(self) -> int:
-        """End as KILLED what a driver of this machine left RUNNING and that is gone. Returns how many."""
+        """End as KILLED the runs that a dead driver of this machine left RUNNING. Returns how many."""
         closed = 0
         with self._lock, border(self.uri, "cannot be read"):
-            for run in search(self._client, self._experiment_id, "attributes.status = 'RUNNING'"):
+            for run in search_runs(self._client, self._experiment_id, "attributes.status = 'RUNNING'"):
                 if driver.is_gone(run.data.tags):
                     self._client.set_tag(run.info.run_id, "cause", "driver_gone")
                     self._client.set_terminated(run.info.run_id, status="KILLED")
@@ -93,7 +93,7 @@ class Tracker:
     def start_campaign(self, config_yaml: str, tags: Mapping[str, str] | None = None) -> str:
         """Open the parent run of a campaign and make it current. Returns its run id.
 
-        When a campaign with the same `folder` tag is there, it is the same one, resumed: what it holds is kept.
+        A campaign with the same `folder` tag is this one, resumed: its runs are kept.
         """
         tags = {"kind": "campaign", **driver.tags(), **(tags or {})}
         with self._lock, border(self.uri, "the campaign cannot be recorded"):
@@ -109,20 +109,20 @@ class Tracker:
         return self.campaign_id
 
     def _campaign_of(self, folder: str | None) -> str | None:
-        """The newest campaign whose folder this is, or lies above it."""
+        """The newest campaign whose folder is this one or contains it."""
         for run in campaigns(self._client, self._experiment_id) if folder else []:
             if (home := run.data.tags.get("folder")) and Path(str(folder)).is_relative_to(home):
                 return str(run.info.run_id)
         return None
 
     def _results_of(self, campaign_id: str) -> dict[str, str]:
-        """Identity of each result that is completely recorded in a campaign -> its run id."""
-        runs = search(self._client, self._experiment_id, f"tags.`{PARENT}` = '{campaign_id}'")
+        """Identity of each result that a campaign holds completely -> its run id."""
+        runs = search_runs(self._client, self._experiment_id, f"tags.`{PARENT}` = '{campaign_id}'")
         ended = [run for run in runs if run.info.status != "RUNNING" and "result" in run.data.tags]
         return {run.data.tags["result"]: str(run.info.run_id) for run in ended}
 
     def start_trial(self, spec: TrialSpec) -> str:
-        """Open the child run of one trial, RUNNING, with its params. Returns its run id."""
+        """Open the run of one trial, RUNNING, with its params. Returns its run id."""
         with self._lock, border(self.uri, f"trial {spec.name!r} cannot be opened"):
             run_id = self._create_trial(spec, None)
             self._open.setdefault((spec.name, spec.key), []).append(run_id)
@@ -131,8 +131,8 @@ class Tracker:
     def record(self, result: TrialResult) -> str:
         """Write params, metrics, series, tags, artifacts and figures, and end the run. Returns its run id.
 
-        A result that this campaign holds already is left as it is. Raises TrackingError when the store cannot be
-        written to; calling it again, or `replay`, then completes the same run.
+        A result that this campaign holds already is not written again. Raises TrackingError when the store cannot be
+        written to; a second call, or `replay`, then completes the same run.
         """
         if (held := self._recorded.get(entries.identity(result))) is not None:
             return held
@@ -147,16 +147,17 @@ class Tracker:
         return waiting[-1]
 
     def end_campaign(self, status: str, results: Sequence[TrialResult], best: TrialResult | None) -> None:
-        """Close the campaign and whatever trial is still open (KILLED). status: FINISHED, FAILED or KILLED.
+        """End the campaign's run with `status` (FINISHED, FAILED, KILLED), and as KILLED each trial still open.
 
-        results carry the campaign's own numbers (speed-up, verdicts across trials); they are added to the runs.
+        results hold the numbers that need the whole campaign (speed-up, verdicts across trials). They are added to
+        the runs of the trials.
         """
         pictures = figures.campaign(results, self._workload)
         with self._lock, border(self.uri, "the campaign cannot be closed"):
             if self.campaign_id is None:
                 return
             mine = f"attributes.status = 'RUNNING' AND tags.`{PARENT}` = '{self.campaign_id}'"
-            for run in search(self._client, self._experiment_id, mine):
+            for run in search_runs(self._client, self._experiment_id, mine):
                 self._client.set_tag(run.info.run_id, "cause", "no_result")
                 self._client.set_terminated(run.info.run_id, status="KILLED")
             self._open.clear()
@@ -188,25 +189,15 @@ class Tracker:
                 tags["best_run_id"] = run_id
         return tags
 
-    def attach(self, name: str, content: str | Figure) -> None:
-        """Keep a text (a table, a document) or a figure with the current campaign, as the artifact `name`."""
-        if self.campaign_id is None:
-            raise TrackingError(f"tracking: no campaign is open to keep {name!r} with")
-        with self._lock, border(self.uri, f"{name!r} cannot be kept"):
-            if isinstance(content, str):
-                self._client.log_text(self.campaign_id, content, name)
-            else:
-                self._client.log_figure(self.campaign_id, content, name)
-
     def replay(self, workdirs: Sequence[Path]) -> list[str]:
-        """Record every result.json in `workdirs` that the store does not have yet. Returns the run ids written.
+        """Record the results in `workdirs` that the store does not hold. Returns the ids of the runs written.
 
-        Each goes to the campaign whose folder its workdir lies in, else to the current or the newest one.
+        Each goes to the campaign whose folder contains its workdir, else to the current or the newest campaign.
         """
-        found = [(workdir, result) for workdir in workdirs if (result := _read_result(workdir / "result.json"))]
+        found = [(workdir, result) for workdir in workdirs if (result := _read_result(workdir))]
         before, written = self.campaign_id, []
         with self._lock, border(self.uri, "cannot be read"):
-            known = search(self._client, self._experiment_id, "tags.kind = 'trial'")
+            known = search_runs(self._client, self._experiment_id, "tags.kind = 'trial'")
             newest = [str(run.info.run_id) for run in campaigns(self._client, self._experiment_id)[:1]]
         held = {run.data.tags.get("result") for run in known if run.info.status != "RUNNING"}
         for workdir, result in found:
@@ -224,7 +215,7 @@ class Tracker:
         return written
 
     def _continue_run(self, result: TrialResult, known: Sequence[Run]) -> None:
-        """Take up the run that was opened for this trial where its params are the same; else a new one is made."""
+        """Continue the run opened for this trial, if its params are the same; else `record` makes a new one."""
         key = (result.spec.name, result.spec.key)
         wanted, _ = entries.params(result.spec)
         for run in known:
@@ -251,14 +242,15 @@ class Tracker:
     def _write(self, run_id: str, result: TrialResult, entry: entries.Entry, pictures: Mapping[str, Figure]) -> None:
         self._log_metrics(run_id, entry.metrics, result.ended_at)
         self._log_series(run_id, result, entry.samples)
-        self._client.log_text(run_id, entry.text, "result.json")
+        for name, text in entry.texts.items():
+            self._client.log_text(run_id, text, name)
         folder = Path(result.workdir)
         for path in sorted(folder.iterdir()) if result.workdir and folder.is_dir() else []:
-            if path.is_file() and path.name != "result.json" and not path.name.startswith("."):
+            if path.is_file() and path.name not in entry.texts and not path.name.startswith("."):
                 self._client.log_artifact(run_id, str(path))
         for name, figure in pictures.items():
             self._client.log_figure(run_id, figure, f"figures/{name}.png")
-        # Last, because `replay` takes this tag for "everything is there".
+        # Last, because `replay` takes the tag `result` as the mark of a complete run.
         self._tag(run_id, entry.tags)
         self._client.set_terminated(run_id, _ENDED_AS[result.status], entries.epoch_ms(result.ended_at))
 
@@ -281,15 +273,15 @@ class Tracker:
 
 
 def replay(experiment: Experiment, workdirs: Sequence[Path]) -> list[str]:
-    """Record the results on disk that the store missed while it was down. Returns the run ids written."""
+    """Record the results on disk that the store does not hold. Returns the ids of the runs written."""
     return Tracker(experiment).replay(workdirs)
 
 
-def _read_result(path: Path) -> TrialResult | None:
-    """The result in a trial's folder; None when the trial never finished one."""
+def _read_result(workdir: Path) -> TrialResult | None:
+    """The result in a trial's folder; None when the trial did not finish."""
     try:
-        return trial.from_json(path.read_bytes())
+        return trial.read_result(workdir)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise TrackingError(f"{path}: cannot be replayed: {error}") from None
+        raise TrackingError(f"{workdir / trial.RESULT_FILE}: cannot be replayed: {error}") from None

@@ -52,7 +52,7 @@ def run(
     """
     workdir.mkdir(parents=True, exist_ok=True)
     # A retry or a resumed campaign comes back to this folder: what an earlier attempt left is not this one's.
-    for stale in ("result.json", "traces.jsonl", "plan.json", "engine.log"):
+    for stale in ("result.json", "memory.csv", "traces.jsonl", "plan.json", "engine.log"):
         (workdir / stale).unlink(missing_ok=True)
     engine = ENGINES[spec.engine.kind]
     story = _Story(spec=spec, workdir=workdir, engine_version=engine_version, on_progress=on_progress)

@@ -184,7 +184,7 @@ def _result_of(placed: _Placed, result: dict[str, Any] | None, workdir: Path) ->
     """The TrialResult a trial reported; a trial whose process died is infrastructure."""
     if result and "document" in result:
         unpack(result.get("files") or (), workdir)
-        return trial.from_json(result["document"])
+        return trial.with_memory(trial.from_json(result["document"]), workdir)
     cause, reason = placed.lost
     status = TrialStatus.FAILED if cause == "internal_error" else TrialStatus.INFRASTRUCTURE
     return TrialResult(spec=placed.launch.spec, status=status, cause=cause, reason=reason, workdir=str(workdir))

@@ -16,6 +16,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from orchestrator import trial
 from orchestrator.campaign import campaign
 from orchestrator.campaign.campaign import Campaign, Event
 from orchestrator.campaign.ledger import TOKEN_FILE
@@ -107,7 +108,10 @@ def test_a_trial_per_node_at_once_and_files_come_back(cluster: Any, tmp_path: Pa
     assert [start["env"]["CUDA_VISIBLE_DEVICES"] for start in starts(tmp_path)] == ["0,1"] * 3
     for launch in running.launches:
         names = {path.name for path in running.workdir(launch).iterdir()}
-        assert {"result.json", "plan.json", "traces.jsonl"} <= names
+        assert {"result.json", "memory.csv", "plan.json", "traces.jsonl"} <= names
+        series = running.results[launch.id].memory_series
+        assert series
+        assert series == trial.read_memory(running.workdir(launch) / "memory.csv")
         assert any(name.endswith(".log") for name in names)
         assert running.results[launch.id].workdir == str(running.workdir(launch))
 

@@ -17,6 +17,7 @@ from orchestrator.outcome import Fact, TrialStatus
 from orchestrator.trial import TrialResult
 
 WORKLOAD = "code-review-8k"
+MEMORY_SERIES = {"gpu0_gib": [(i * 0.5, min(92.9, i * 2.0)) for i in range(100)]}
 K = "engine.args.speculative-config.num_speculative_tokens"
 
 
@@ -83,7 +84,6 @@ def result(made: Experiment, k: int | None, decode: float | None, folder: Path, 
             "gpu1_peak_gib": Fact(value=93.16, source="NVML"),
             "kv_tokens": Fact(value=1371214.0, source="GPU KV cache size: 1,371,214 tokens"),
         },
-        "memory_series": {"gpu0_gib": [(i * 0.5, min(92.9, i * 2.0)) for i in range(100)]},
         "speculation": Speculation(method="dspark", proposals=k) if k else None,
         "phases_s": {"starting": 190.0, "measuring": 60.0},
         "started_at": "2026-11-29T15:00:00+00:00",
@@ -107,7 +107,7 @@ def result(made: Experiment, k: int | None, decode: float | None, folder: Path, 
 
 
 def write_files(made: TrialResult, workdir: Path) -> None:
-    """What a trial leaves behind: result.json, plan.json, the engine's log and the requests' traces."""
+    """What a trial leaves behind: result.json and memory.csv, plan.json, the engine's log and the requests' traces."""
     (workdir / "engine.log").write_text("INFO ready\n", encoding="utf-8")
     (workdir / "plan.json").write_text(json.dumps({"argv": ["vllm", "serve"]}), encoding="utf-8")
     traces = [
@@ -123,7 +123,7 @@ def write_files(made: TrialResult, workdir: Path) -> None:
     ]
     assert all(RequestTrace(**{key: x for key, x in trace.items() if key != "workload"}) for trace in traces)
     (workdir / "traces.jsonl").write_text("".join(f"{json.dumps(trace)}\n" for trace in traces), encoding="utf-8")
-    (workdir / "result.json").write_text(trial.to_json(made), encoding="utf-8")
+    trial.write_result(made, workdir)
 
 
 def judged(made: TrialResult, level: Level, code: str) -> TrialResult:

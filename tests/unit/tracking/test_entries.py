@@ -111,15 +111,18 @@ def test_numbers_that_are_not_finite_are_left_out_and_named(tmp_path):
     assert f"{made.WORKLOAD}/huge.high" not in entry.metrics
     assert [s.value for s in entry.samples if s.name.endswith("tpot_s.by_repeat")] == [1.0]
     assert entry.tags["nonfinite"] == f"{made.WORKLOAD}/rate, {made.WORKLOAD}/tpot_s"
-    assert "Infinity" not in entry.text
-    assert "NaN" not in entry.text
-    back = trial.from_json(entry.text)
-    assert back == entries.finite(result)
-    assert (list(back.memory), list(back.facts), back.memory_series) == (["model_gib"], [], {"gpu0_gib": [(1.0, 2.0)]})
+    assert set(entry.texts) == {"result.json", "memory.csv"}
+    assert "Infinity" not in entry.texts["result.json"]
+    assert "NaN" not in entry.texts["result.json"]
+    back = trial.from_json(entry.texts["result.json"])
+    assert back == replace(entries.finite(result), memory_series={})
+    assert (list(back.memory), list(back.facts)) == (["model_gib"], [])
+    assert entry.texts["memory.csv"] == "time_s,gpu0_gib\n1.0,2.0\n"
 
 
 def test_series_step_over_repeats_positions_and_time(tmp_path):
-    samples = entries.series(made.result(made.experiment(tmp_path), 3, 275.9, tmp_path))
+    result = made.result(made.experiment(tmp_path), 3, 275.9, tmp_path, memory_series=made.MEMORY_SERIES)
+    samples = entries.series(result)
     repeats = [(s.step, s.value) for s in samples if s.name == f"{made.WORKLOAD}/ttft_s.by_repeat"]
     assert repeats == [(0, 0.94), (2, 0.95)]
     positions = [(s.step, s.value) for s in samples if s.name == f"{made.WORKLOAD}/acceptance_by_position"]

@@ -76,7 +76,8 @@ def test_results_read_back_are_the_results_that_were_written(experiment, tmp_pat
 
 
 def test_a_run_holds_params_metrics_series_tags_and_files(experiment, tmp_path):
-    result = made.judged(made.result(experiment, 6, 275.9, tmp_path), Level.SUSPECT, "few_repeats")
+    sampled = made.result(experiment, 6, 275.9, tmp_path, memory_series=made.MEMORY_SERIES)
+    result = made.judged(sampled, Level.SUSPECT, "few_repeats")
     recorded_campaign(experiment, [result], result)
     parent, child = runs_of(experiment)
     assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
@@ -98,7 +99,7 @@ def test_a_run_holds_params_metrics_series_tags_and_files(experiment, tmp_path):
     memory = client.get_metric_history(child.info.run_id, "memory/gpu0_gib.over_time")
     assert memory[1].timestamp - memory[0].timestamp == 500
     files = {f.path for folder in ("", "figures") for f in client.list_artifacts(child.info.run_id, folder)}
-    assert {"result.json", "plan.json", "engine.log", "traces.jsonl"} <= files
+    assert {"result.json", "memory.csv", "plan.json", "engine.log", "traces.jsonl"} <= files
     assert {f"figures/{name}.png" for name in ("memory", "acceptance_by_position", "ttft")} <= files
 
 
@@ -108,7 +109,6 @@ def test_the_parent_run_has_the_config_the_best_and_the_figures(experiment, tmp_
     campaign = tracker.start_campaign(to_yaml(experiment))
     for result in results:
         tracker.record(result)
-    tracker.attach("report.txt", "the table")
     tracker.end_campaign("FINISHED", results, results[2])
     client = client_of(experiment)
     run = client.get_run(campaign)
@@ -117,7 +117,7 @@ def test_the_parent_run_has_the_config_the_best_and_the_figures(experiment, tmp_
     assert run.data.tags["trials"] == "1 refused, 2 complete"
     assert run.data.metrics["best/decode_tok_s"] == 275.9
     files = {f.path for folder in ("", "figures") for f in client.list_artifacts(campaign, folder)}
-    assert {"config.yaml", "report.txt", f"figures/decode_tok_s.{made.WORKLOAD}.png"} <= files
+    assert {"config.yaml", f"figures/decode_tok_s.{made.WORKLOAD}.png"} <= files
     assert Path(client.download_artifacts(campaign, "config.yaml")).read_text() == to_yaml(experiment)
 
 
@@ -394,6 +394,24 @@ def test_replay_records_what_is_missing_and_nothing_twice(experiment, tmp_path):
     assert sorted((r.result for r in found), key=lambda r: r.spec.name) == results
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_replay_keeps_the_memory_of_each_version_of_result_json(experiment, tmp_path, version):
+    result = made.result(experiment, 5, 268.2, tmp_path, memory_series=made.MEMORY_SERIES)
+    workdir = Path(result.workdir)
+    if version == 1:
+        document = json.loads((workdir / "result.json").read_text())
+        del document["speculation"]
+        document |= {"schema_version": 1, "memory_series": made.MEMORY_SERIES, "proposals": 5}
+        (workdir / "result.json").write_text(json.dumps(document))
+        (workdir / "memory.csv").unlink()
+    (run_id,) = tracking.replay(experiment, [workdir])
+    client = client_of(experiment)
+    assert len(client.get_metric_history(run_id, "memory/gpu0_gib.over_time")) == 100
+    assert [f.path for f in client.list_artifacts(run_id, "figures") if "memory" in f.path] == ["figures/memory.png"]
+    kept = Path(client.download_artifacts(run_id, "memory.csv", str(tmp_path)))
+    assert trial.read_memory(kept) == made.MEMORY_SERIES
+
+
 def test_replay_into_a_store_that_has_no_campaign_makes_one_and_closes_it(experiment, tmp_path):
     result = made.result(experiment, 5, 268.2, tmp_path)
     tracking.replay(experiment, [Path(result.workdir)])
@@ -444,7 +462,7 @@ def test_the_champion_and_the_one_before(experiment, tmp_path):
     assert champions(experiment) == (six.run_id, five.run_id)
     assert tracking.set_champion(experiment, six.run_id) == second
     assert champions(experiment) == (six.run_id, five.run_id)
-    assert tracking.roll_back_champion(experiment).result == results[0]
+    assert tracking.set_champion(experiment, five.run_id) == first
     assert champions(experiment) == (five.run_id, six.run_id)
     version = client_of(experiment).get_model_version_by_alias("dspark-k-sweep", "champion")
     assert version.tags == {"trial": "k=5", "application": "orchestrator"}
@@ -454,14 +472,6 @@ def test_the_champion_and_the_one_before(experiment, tmp_path):
 def champions(experiment) -> tuple[str | None, str | None]:
     found: list[Recorded | None] = [tracking.champion(experiment), tracking.previous(experiment)]
     return found[0].run_id if found[0] else None, found[1].run_id if found[1] else None
-
-
-def test_a_rollback_needs_a_previous_champion(experiment, tmp_path):
-    result = made.result(experiment, 5, 268.2, tmp_path)
-    recorded_campaign(experiment, [result], result)
-    tracking.set_champion(experiment, tracking.last_campaign(experiment)[0].run_id)
-    with pytest.raises(TrackingError, match="has no previous champion"):
-        tracking.roll_back_champion(experiment)
 
 
 @pytest.mark.parametrize(
