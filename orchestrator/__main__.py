@@ -71,7 +71,7 @@ def tune(
         for warning in plan.warnings:
             _say(f"warning: {warning}")
         return
-    with interrupt.heeded() as interrupts:
+    with interrupt.handle_signals() as interrupts:
         try:
             _run_campaign(experiment, conf, interrupts, resume=resume, address=address, as_json=as_json)
         except KeyboardInterrupt:
@@ -96,7 +96,7 @@ def _run_campaign(
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     # Ray takes seconds to import; a dry run and a wrong key are answered without it.
     from orchestrator import cluster
-    from orchestrator.campaign import campaign
+    from orchestrator.campaign.campaign import open_campaign
     from orchestrator.cli import progress
     from orchestrator.tuning import nodes, sampler
     from orchestrator.tuning import tune as ray_tune
@@ -106,7 +106,7 @@ def _run_campaign(
     planning.check_startable(experiment)
     with (
         progress.shown(people) as on_event,
-        campaign.opened(experiment, resume=resume, on_event=on_event, sampler=sampler.for_experiment) as running,
+        open_campaign(experiment, resume=resume, on_event=on_event, make_sampler=sampler.make_sampler) as running,
     ):
         _say(
             f"{experiment.name}: {len(running.launches)} trials planned, {len(running.results)} already finished, "
@@ -115,14 +115,14 @@ def _run_campaign(
         if running.wants_more():
             with cluster.joined(address, on_lost=lambda why: _end_without_ray(running, why)):
                 ray_tune.run_trials(running, interrupts)
-        with interrupts.deferred():
+        with interrupts.defer():
             recorded, selection = running.finish()
-    for warning in running.warnings:
+    for warning in running.bookkeeping.warnings:
         _say(f"warning: {warning}")
     for name, why in running.skipped:
         _say(f"skipped {name}: {why}")
     _say(str(running.account()))
-    _show_results(experiment, recorded, selection, as_json, running.accounted())
+    _show_results(experiment, recorded, selection, as_json, running.account_document())
     if running.interrupted:
         raise KeyboardInterrupt
     if running.stopped:
@@ -136,7 +136,7 @@ def _run_campaign(
 
 def _end_without_ray(running: Campaign, why: str) -> None:
     """From the thread that saw Ray die: Ray may abort this process at any moment, so nothing else is tried."""
-    running.close("KILLED")
+    running.bookkeeping.close("KILLED")
     _say(f"error: {why}; finished trials are kept, run the rest with --resume")
     os._exit(MachineError.exit_code)
 

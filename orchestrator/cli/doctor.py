@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator import search
-from orchestrator.campaign import campaign
 from orchestrator.cli import dry_run
 from orchestrator.config import Experiment, TrialSpec
 from orchestrator.engines import ENGINES
@@ -74,7 +73,7 @@ def _answered(name: str, ask: Callable[[], Iterator[Check]]) -> list[Check]:
 
 def _configuration(experiment: Experiment) -> Iterator[Check]:
     search.check(experiment)
-    specs, skipped = campaign.keyed_points(experiment)
+    specs, skipped = search.points(experiment)
     starts = dry_run.number_of_starts(experiment, len(specs))
     left_out = f", {len(skipped)} skipped: {skipped[0][0]}: {skipped[0][1]}" if skipped else ""
     yield Check(
@@ -148,7 +147,7 @@ def _engines(experiment: Experiment) -> Iterator[Check]:
 
 def _by_engine(experiment: Experiment) -> dict[str, list[TrialSpec]]:
     engines: dict[str, list[TrialSpec]] = {}
-    for spec in campaign.keyed_points(experiment)[0]:
+    for spec in search.points(experiment)[0]:
         environment = f" ({spec.engine.environment})" if spec.engine.environment else ""
         engines.setdefault(spec.engine.kind + environment, []).append(spec)
     return engines
@@ -174,7 +173,7 @@ def _engine(name: str, specs: list[TrialSpec]) -> Iterator[Check]:
 
 
 def _models(experiment: Experiment) -> Iterator[Check]:
-    models = {spec.engine.model: spec.engine for spec in campaign.keyed_points(experiment)[0]}
+    models = {spec.engine.model: spec.engine for spec in search.points(experiment)[0]}
     for name, engine in models.items():
         dry_run.check_model(engine)
         path = Path(engine.root) / name

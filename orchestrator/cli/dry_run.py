@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator import trial
-from orchestrator.campaign import campaign
+from orchestrator import search, trial
+from orchestrator.campaign.ledger import campaigns_folder
 from orchestrator.config import EngineSpec, Experiment, TrialSpec, trial_spec
 from orchestrator.engines import ENGINES, LaunchPlan
 from orchestrator.engines.flags import check_flags
@@ -67,7 +67,7 @@ class CampaignPlan:
 
 def dry_run(experiment: Experiment) -> CampaignPlan:
     """Plan every point. Raises ConfigError where the engine module or its --help would refuse one."""
-    specs, skipped = campaign.keyed_points(experiment)
+    specs, skipped = search.points(experiment)
     launches = tuple((spec, launch_plan(spec)) for spec in specs)
     num_starts = number_of_starts(experiment, len(launches))
     warnings = dict.fromkeys(f"{spec.name}: {text}" for spec, plan in launches for text in plan.warnings)
@@ -96,7 +96,7 @@ def check_startable(experiment: Experiment) -> None:
 
     Raises ConfigError for a model path, MachineError for a missing program.
     """
-    specs, _ = campaign.keyed_points(experiment)
+    specs, _ = search.points(experiment)
     # A sampler's points are not known yet; they differ from this one.
     for spec in specs or [trial_spec(experiment, "base", {})]:
         check_model(spec.engine)
@@ -159,7 +159,7 @@ def ask_help(spec: EngineSpec, plan: LaunchPlan) -> HelpAnswer | None:
 
 def _typical_trial_s(experiment: Experiment) -> float | None:
     """The median duration of this experiment's complete trials on this machine; a refused start says nothing."""
-    home = campaign.home_of(experiment)
+    home = campaigns_folder(experiment)
     durations = []
     for path in home.glob("*/trials/*/result.json"):
         try:

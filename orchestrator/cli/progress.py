@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from orchestrator.campaign.campaign import Event
+from orchestrator.campaign.launches import Event
 from orchestrator.outcome import TrialStatus
 
 PHASES = {

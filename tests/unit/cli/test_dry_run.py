@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import config, trial
-from orchestrator.campaign import campaign
+from orchestrator import config, search, trial
+from orchestrator.campaign.ledger import campaigns_folder
 from orchestrator.cli import dry_run
 from orchestrator.config import Experiment
 from orchestrator.errors import ConfigError, MachineError
@@ -100,7 +100,7 @@ def test_help_runs_as_the_engine_would(tmp_path: Path, monkeypatch: pytest.Monke
     source = program(tmp_path, "").pop()
     names = ("PYTHONPATH", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG")
     Path(source).write_text(f"import os\nprint([os.environ.get(n) for n in {names!r}])\n")
-    (spec,) = campaign.keyed_points(experiment(tmp_path, f"engine.command=[{sys.executable}, {source}]"))[0]
+    (spec,) = search.points(experiment(tmp_path, f"engine.command=[{sys.executable}, {source}]"))[0]
     answer = dry_run.ask_help(spec.engine, dry_run.launch_plan(spec))
     assert answer == dry_run.HelpAnswer(exit_code=0, text="[None, '', 'INFO']\n")
 
@@ -123,7 +123,7 @@ def test_the_estimate_comes_from_trials_that_were_timed_here(tmp_path: Path) -> 
     assert any("No estimate" in line for line in dry_run.dry_run(sweep).lines())
     (spec, _) = dry_run.dry_run(sweep).launches[0]
     for number, seconds in enumerate((50.0, 60.0, 900.0, 3.0, 3.0)):
-        folder = campaign.home_of(sweep) / "20261129-100000" / "trials" / str(number)
+        folder = campaigns_folder(sweep) / "20261129-100000" / "trials" / str(number)
         folder.mkdir(parents=True)
         phases = {"starting": seconds - 10, "measuring": 10.0}
         status = TrialStatus.COMPLETE if seconds > 10 else TrialStatus.REFUSED
