@@ -1,1 +1,1 @@
-"""One campaign: what is planned, started, skipped and finished, on disk and in MLflow. Knows nothing of Ray."""
+"""A campaign: the queue of its launches, its time budget, its MLflow record and its folder. Knows nothing of Ray."""

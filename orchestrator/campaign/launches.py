@@ -1,4 +1,4 @@
-"""What a campaign plans, counts and tells: launches, the account of them, events, and who may draw more points."""
+"""The data of a campaign: its launches, its events, the account of them; and the protocol of a sampler."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from orchestrator.config import TrialSpec
 
 
 class Sampler(Protocol):
-    """Draws points and learns from what came of them."""
+    """Draws points, and learns from their values."""
 
     def ask(self) -> tuple[str, dict[str, Any]] | None:
         """(id, params) of the next point; None when no more are wanted."""
 
     def tell(self, sample_id: str, value: float | None) -> None:
-        """What a point yielded; None when it is infeasible (refused, unfit, invalid)."""
+        """Report the objective of a point; None when the point is infeasible (refused, unfit, invalid)."""
 
     def shortfall(self) -> tuple[str, str] | None:
-        """(name, reason) of samples that were asked for and could not be found; None when all were."""
+        """(name, reason) of samples that the space does not have; None when every sample was found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One start of one point. launch counts the starts that count (confirmations), attempt the retries; from 1."""
+    """One start of one point. launch numbers the point's measurements, attempt the tries of this one; both from 1."""
 
     spec: TrialSpec
     launch: int = 1
@@ -31,15 +31,15 @@ class Launch:
 
     @property
     def id(self) -> str:
-        """Names the launch on disk: the point's key, with the launch's number from the second on."""
+        """The name of the launch on disk: the key of the point, with the launch's number from the second on."""
         return self.spec.key if self.launch == 1 else f"{self.spec.key}-{self.launch}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """What a person who watches is told. number counts trials from 1; phase is None when the trial ended.
+    """One step of a campaign, for whoever shows progress. number counts trials from 1; phase is None when one ended.
 
-    note: a sentence about the whole campaign; then the rest says nothing.
+    note: a sentence about the whole campaign; the other fields then have their defaults.
     """
 
     number: int = 0
@@ -53,7 +53,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Where every planned launch went; the parts add up to `planned`. not_run: names of what `--resume` would run."""
+    """What became of every planned launch; the parts add up to `planned`. not_run: what `--resume` would run."""
 
     planned: int
     earlier: int

@@ -1,13 +1,12 @@
 """The folder of a campaign, which is its memory: results, samples, and the lock of its one driver.
 
-trials/ID/result.json exists exactly when that launch finished. samples.jsonl holds what a sampler drew, one line each,
-so that a resumed search goes on where it was. Both survive a driver that was killed at any moment.
+trials/ID/result.json exists exactly when that launch finished. samples.jsonl holds the draws of a sampler, one a line:
+a resumed search continues from them. Both survive a driver that is killed at any moment.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import secrets
@@ -29,30 +28,33 @@ TOKEN_FILE = ".driver"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """One campaign's folder. token: also in the folder, so that a trial can tell whether it sees the same one."""
+    """One campaign's folder. token is written into the folder too: a trial that reads it there sees the same folder."""
 
     folder: Path
     token: str
 
     def workdir(self, launch_id: str) -> Path:
+        """The folder of one launch."""
         return self.folder / "trials" / launch_id
 
-    def finished(self, launch_id: str) -> TrialResult | None:
-        """The result of a launch that ended; None for one that must run (again). A torn file counts as not finished."""
+    def read_result(self, launch_id: str) -> TrialResult | None:
+        """The result of a launch that finished. None for one that must run (again): no file, a torn file, or a fault
+        of the machine.
+        """
         try:
             result = trial.read_result(self.workdir(launch_id))
         except (OSError, ValueError):
             return None
         return None if result.status is TrialStatus.INFRASTRUCTURE else result
 
-    def write(self, launch_id: str, result: TrialResult) -> None:
-        """Raises OSError, for example on a full disk; an earlier result is then still whole."""
+    def write_result(self, launch_id: str, result: TrialResult) -> None:
+        """Keep the result of a launch. Raises OSError, for example on a full disk; an earlier result stays whole."""
         workdir = self.workdir(launch_id)
         workdir.mkdir(parents=True, exist_ok=True)
         trial.write_result(result, workdir)
 
-    def samples(self) -> list[dict[str, Any]]:
-        """What a sampler drew so far, oldest first. A torn last line was never started and is left out."""
+    def read_samples(self) -> list[dict[str, Any]]:
+        """What a sampler drew so far, oldest first. A torn line is left out: its point was never started."""
         try:
             lines = (self.folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()
         except OSError:
@@ -63,7 +65,8 @@ class Ledger:
                 drawn.append(json.loads(line))
         return drawn
 
-    def remember_sample(self, sample: dict[str, Any]) -> None:
+    def append_sample(self, sample: dict[str, Any]) -> None:
+        """Keep one more draw of the sampler, on a line of its own also behind a torn one. Raises OSError."""
         path = self.folder / "samples.jsonl"
         with path.open("a+b") as ledger:
             ends_torn = ledger.tell() > 0 and not _ends_with_newline(path)
@@ -76,29 +79,19 @@ def _ends_with_newline(path: Path) -> bool:
         return file.read() == b"\n"
 
 
-def home_of(experiment: Experiment) -> Path:
-    """Where the campaigns of an experiment keep their folders."""
+def campaigns_folder(experiment: Experiment) -> Path:
+    """The folder that holds the campaigns of an experiment, one folder each."""
     return Path(experiment.tracking.folder).absolute() / "campaigns" / experiment.name
 
 
-def model_fingerprint(root: str, model: str) -> str | None:
-    """Changes when the model's files do: their names, sizes and times. None for a model that is not a local folder."""
-    path = Path(root) / model
-    if not path.exists():
-        return None
-    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    text = json.dumps([[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in files])
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
 @contextlib.contextmanager
-def owned(experiment: Experiment, *, resume: bool) -> Iterator[Ledger]:
-    """The folder of the last campaign (with `resume`) or of a new one, which nobody else runs meanwhile.
+def claim_folder(experiment: Experiment, *, resume: bool) -> Iterator[Ledger]:
+    """Hold the experiment's lock, and yield the folder of the last campaign (with `resume`) or of a new one.
 
-    Raises ConfigError with the pid of a driver that is at it, MachineError when nothing can be written there.
+    Raises ConfigError with the pid of the driver that holds the lock, MachineError when the folder cannot be written.
     """
-    home = home_of(experiment)
-    with _told_as_machine_error(home):
+    home = campaigns_folder(experiment)
+    with _as_machine_error(home):
         home.mkdir(parents=True, exist_ok=True)
         (home / "lock").touch()
         owner = (home / "lock").read_text().strip()
@@ -107,15 +100,15 @@ def owned(experiment: Experiment, *, resume: bool) -> Iterator[Ledger]:
             raise ConfigError(
                 f"{home}: another campaign of this experiment is running (pid {owner}); wait, or give name="
             )
-        with _told_as_machine_error(home):
+        with _as_machine_error(home):
             (home / "lock").write_text(str(os.getpid()))
-            ledger = Ledger(folder=_folder(home, resume), token=secrets.token_hex(8))
+            ledger = Ledger(folder=_choose_folder(home, resume), token=secrets.token_hex(8))
             (ledger.folder / "trials").mkdir(parents=True, exist_ok=True)
             (ledger.folder / TOKEN_FILE).write_text(ledger.token)
         yield ledger
 
 
-def _folder(home: Path, resume: bool) -> Path:
+def _choose_folder(home: Path, resume: bool) -> Path:
     earlier = sorted(path.parent for path in home.glob("*/trials") if path.is_dir())
     if resume and earlier:
         return earlier[-1]
@@ -125,7 +118,7 @@ def _folder(home: Path, resume: bool) -> Path:
 
 
 @contextlib.contextmanager
-def _told_as_machine_error(folder: Path) -> Iterator[None]:
+def _as_machine_error(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -1,1 +1,4 @@
-"""The verbs of python -m orchestrator."""
+"""The command line. A verb's file declares its options and prints its results; it imports what it runs when it runs.
+
+`--help` and `--version` therefore answer without Ray, MLflow, matplotlib, OmegaConf, aiohttp or numpy.
+"""

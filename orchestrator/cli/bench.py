@@ -1,91 +1,44 @@
-"""The same measurement against a server that somebody else runs."""
+"""`bench`: the measurement of a trial against a server that somebody else runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import os
+from typing import Annotated
 
-from orchestrator import report
-from orchestrator.config import Experiment
-from orchestrator.engines import ENGINES
+import typer
+
+from orchestrator.cli.shared import Conf, Json, Overrides, print_json, print_message, print_table, stderr_console
 from orchestrator.errors import ConfigError
-from orchestrator.measure import client
-from orchestrator.measure.client import Target
-from orchestrator.measure.run import Stalled, WorkloadRun, measure
-from orchestrator.measure.verdict import Level, Verdict, worst
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    """What a server yielded, per workload."""
-
-    base_url: str
-    model: str
-    runs: dict[str, WorkloadRun]
-
-    @property
-    def verdict(self) -> Verdict:
-        return worst(run.verdict for run in self.runs.values())
-
-    @property
-    def is_valid(self) -> bool:
-        return self.verdict.level is not Level.INVALID and all(
-            run.measurement.num_failed < run.measurement.num_requests for run in self.runs.values()
-        )
-
-    def document(self) -> dict[str, Any]:
-        """The JSON document of `bench`."""
-        measurements = {name: run.measurement for name, run in self.runs.items()}
-        verdicts = {name: run.verdict for name, run in self.runs.items()}
-        return {
-            "base_url": self.base_url,
-            "model": self.model,
-            "measurements": report.measurements_document(measurements, verdicts),
-            "verdict": report.verdict_document(self.verdict),
-        }
 
 
 def bench(
-    experiment: Experiment,
-    base_url: str,
-    api_key: str | None,
-    on_progress: Callable[[str, str, int, int], None] = lambda _workload, _phase, _done, _total: None,
-) -> Bench:
-    """Measure every workload of the experiment at `base_url`.
+    conf: Conf,
+    overrides: Overrides = None,
+    *,
+    base_url: Annotated[str, typer.Option(help="the server, with or without /v1")],
+    api_key_env: Annotated[str | None, typer.Option(help="the variable that holds its key")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure a server that already runs, exactly as a trial would."""
+    from orchestrator import config, report
+    from orchestrator.cli.bench_server import bench_server
+    from orchestrator.measure.checks import LEVELS
 
-    on_progress(workload, phase, done, total) counts requests. Raises ConfigError for a model that the server does not
-    list, MachineError when it does not answer. A server that stalls keeps what was measured until then.
-    """
-    if not experiment.workloads:
-        raise ConfigError("workloads: there is none, so that nothing would be measured")
-    model = _listed_model(experiment, base_url, api_key)
-    target = Target(base_url=base_url.rstrip("/").removesuffix("/v1"), model=model, api_key=api_key)
-    runs: dict[str, WorkloadRun] = {}
-    for name, workload in experiment.workloads.items():
-        try:
-            runs[name] = measure(
-                target,
-                ENGINES[experiment.engine.kind],
-                name,
-                workload,
-                on_progress=lambda phase, done, total, name=name: on_progress(name, phase, done, total),  # type: ignore[misc]
-            )
-        except Stalled as stalled:
-            runs[name] = stalled.run
-            break
-    return Bench(base_url=base_url, model=model, runs=runs)
-
-
-def _listed_model(experiment: Experiment, base_url: str, api_key: str | None) -> str:
-    """The id under which the server lists the model; what is listed is used, never guessed."""
-    listed = client.list_models(base_url, api_key)
-    wanted = (experiment.engine.served_model_name, experiment.engine.model)
-    for name in wanted:
-        if name in listed:
-            return name
-    if len(listed) == 1 and experiment.engine.served_model_name is None:
-        return listed[0]
-    raise ConfigError(
-        f"engine.served_model_name: {base_url} lists {', '.join(listed) or 'no model'}, not {wanted[0]!r}"
-    )
+    if api_key_env and api_key_env not in os.environ:
+        raise ConfigError(f"--api-key-env {api_key_env}: this variable is not set")
+    experiment = config.load(conf, overrides)
+    with stderr_console.status("measuring") as status:
+        benched = bench_server(
+            experiment,
+            base_url,
+            os.environ[api_key_env] if api_key_env else None,
+            lambda name, phase, done, total: status.update(f"{name}: {phase} {done} of {total}"),
+        )
+    if as_json:
+        print_json(benched.document())
+    else:
+        print_table(report.measurements_table({name: run.measurement for name, run in benched.runs.items()}))
+        for reason in benched.verdict.reasons:
+            print_message(f"{LEVELS[reason.code]}: {reason.code}: {reason.detail}")
+    if not benched.is_valid:
+        raise typer.Exit(1)

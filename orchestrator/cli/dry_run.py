@@ -1,4 +1,4 @@
-"""What a campaign would start, without starting it: every command line, checked as far as this machine allows."""
+"""The plan of a campaign: every command line it would start, checked as far as this machine allows."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator import trial
-from orchestrator.campaign import campaign
+from orchestrator import search, trial
+from orchestrator.campaign.ledger import campaigns_folder
 from orchestrator.config import EngineSpec, Experiment, TrialSpec, trial_spec
 from orchestrator.engines import ENGINES, LaunchPlan
 from orchestrator.engines.flags import check_flags
@@ -23,7 +23,7 @@ HELP_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CampaignPlan:
-    """Every launch a campaign would make. estimate_s is None until a trial of this experiment has been timed."""
+    """Every launch that a campaign would make. estimate_s is None until a trial of this experiment was timed here."""
 
     experiment: Experiment
     launches: tuple[tuple[TrialSpec, LaunchPlan], ...]
@@ -46,7 +46,7 @@ class CampaignPlan:
         }
 
     def lines(self) -> list[str]:
-        """The plan for a person: each command line whole, so that it can be pasted into a shell."""
+        """The plan for a person: each command line in full, ready to be pasted into a shell."""
         placement = self.experiment.placement
         where = f"{placement.gpus} GPUs and {placement.cpus} CPUs of one node"
         text = [
@@ -65,11 +65,11 @@ class CampaignPlan:
         return text
 
 
-def dry_run(experiment: Experiment) -> CampaignPlan:
-    """Plan every point. Raises ConfigError where the engine module or its --help would refuse one."""
-    specs, skipped = campaign.keyed_points(experiment)
-    launches = tuple((spec, launch_plan(spec)) for spec in specs)
-    num_starts = number_of_starts(experiment, len(launches))
+def plan_campaign(experiment: Experiment) -> CampaignPlan:
+    """Plan every point, and ask each engine for its flags. Raises ConfigError for a point that an engine refuses."""
+    specs, skipped = search.points(experiment)
+    launches = tuple((spec, plan_launch(spec)) for spec in specs)
+    num_starts = count_starts(experiment, len(launches))
     warnings = dict.fromkeys(f"{spec.name}: {text}" for spec, plan in launches for text in plan.warnings)
     warnings.update(dict.fromkeys(_flag_warnings(launches)))
     duration_s = _typical_trial_s(experiment)
@@ -83,8 +83,8 @@ def dry_run(experiment: Experiment) -> CampaignPlan:
     )
 
 
-def number_of_starts(experiment: Experiment, num_points: int) -> int:
-    """Engine starts of a campaign: one per point, the draws of a sampler, and the finalists' confirmations."""
+def count_starts(experiment: Experiment, num_points: int) -> int:
+    """Engine starts of a campaign: the points, the draws of a sampler, and the confirmations of the finalists."""
     confirm = experiment.search.confirm
     if experiment.search.sampler == "tpe":
         num_points += experiment.search.num_samples
@@ -92,30 +92,31 @@ def number_of_starts(experiment: Experiment, num_points: int) -> int:
 
 
 def check_startable(experiment: Experiment) -> None:
-    """Fail now, not in the first trial: model folders and programs that are not there.
+    """Look for every model and every engine's program, before the first trial would.
 
-    Raises ConfigError for a model path, MachineError for a missing program.
+    Raises ConfigError for a model path that is not there, MachineError for a program that is not there.
     """
-    specs, _ = campaign.keyed_points(experiment)
-    # A sampler's points are not known yet; they differ from this one.
+    specs, _ = search.points(experiment)
+    # The points of a sampler are not known yet. The experiment itself stands for them.
     for spec in specs or [trial_spec(experiment, "base", {})]:
         check_model(spec.engine)
-        check_program(launch_plan(spec))
+        check_program(plan_launch(spec))
 
 
-def launch_plan(spec: TrialSpec) -> LaunchPlan:
+def plan_launch(spec: TrialSpec) -> LaunchPlan:
+    """The launch of one point, with the first port of the range. Raises ConfigError for arguments that we set."""
     return ENGINES[spec.engine.kind].plan(spec.engine, spec.placement.ports[0], Path("trial"))
 
 
 def check_model(spec: EngineSpec) -> None:
-    """A hub name (`organisation/name`) is the engine's business; a path has to be there. Raises ConfigError."""
+    """Raise ConfigError for a path that is not there. The engine finds a hub name (`organisation/name`) itself."""
     looks_like_path = spec.model.startswith((".", "/", "~")) or spec.model.count("/") > 1
     if looks_like_path and not (Path(spec.root) / spec.model).expanduser().exists():
         raise ConfigError(f"engine.model: there is no file or folder {spec.model} (looked in {spec.root})")
 
 
 def _flag_warnings(launches: tuple[tuple[TrialSpec, LaunchPlan], ...]) -> list[str]:
-    """Flags that the installed engine's own --help does not list, with the nearest that it does."""
+    """A sentence for each flag that the installed engine's --help does not list, with the nearest that it lists."""
     answers: dict[tuple[str, ...], HelpAnswer | None] = {}
     complaints = []
     for spec, plan in launches:
@@ -130,14 +131,14 @@ def _flag_warnings(launches: tuple[tuple[TrialSpec, LaunchPlan], ...]) -> list[s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HelpAnswer:
-    """What an installed engine said when asked for its flags; with another exit code than 0, why it cannot start."""
+    """The output of an engine's --help. With another exit code than 0 it holds the reason why it cannot start."""
 
     exit_code: int
     text: str
 
 
 def ask_help(spec: EngineSpec, plan: LaunchPlan) -> HelpAnswer | None:
-    """Ask the engine itself for its flags, in its own environment. None where it is not installed or never answers."""
+    """Run the engine's --help in its own environment. None where it is not installed, or does not answer in time."""
     command = ENGINES[spec.kind].help_command(spec)
     try:
         check_program(plan)
@@ -158,10 +159,9 @@ def ask_help(spec: EngineSpec, plan: LaunchPlan) -> HelpAnswer | None:
 
 
 def _typical_trial_s(experiment: Experiment) -> float | None:
-    """The median duration of this experiment's complete trials on this machine; a refused start says nothing."""
-    home = campaign.home_of(experiment)
+    """The median duration of this experiment's complete trials in its results folder; None when there is none."""
     durations = []
-    for path in home.glob("*/trials/*/result.json"):
+    for path in campaigns_folder(experiment).glob("*/trials/*/result.json"):
         try:
             result = trial.from_json(path.read_bytes())
         except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The live view of a campaign on a terminal, or plain lines elsewhere. Writes to stderr only."""
+"""The live view of a campaign on a terminal; plain lines where stderr is a file or a pipe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from orchestrator.campaign.campaign import Event
+from orchestrator.campaign.launches import Event
 from orchestrator.outcome import TrialStatus
 
 PHASES = {
@@ -22,8 +22,8 @@ PHASES = {
 
 
 @contextlib.contextmanager
-def shown(console: Console) -> Iterator[Callable[[Event], None]]:
-    """Yields the function that takes a campaign's events."""
+def live_view(console: Console) -> Iterator[Callable[[Event], None]]:
+    """Yield the function that shows a campaign's events on the console."""
     if not console.is_terminal:
         yield _Lines(console)
         return
@@ -39,7 +39,7 @@ def shown(console: Console) -> Iterator[Callable[[Event], None]]:
 
 
 class _Clock:
-    """Elapsed time per trial, and from the complete ones an estimate of what is left."""
+    """Elapsed time of each trial, and an estimate of the time left from the trials that completed."""
 
     def __init__(self) -> None:
         self._began: dict[int, float] = {}
@@ -47,7 +47,8 @@ class _Clock:
         self._at_once = 1
         self.finished = 0
 
-    def take(self, event: Event) -> float:
+    def measure(self, event: Event) -> float:
+        """Seconds since the first event of the trial."""
         began = self._began.setdefault(event.number, time.monotonic())
         elapsed_s = time.monotonic() - began
         self._at_once = max(self._at_once, len(self._began))
@@ -58,7 +59,7 @@ class _Clock:
             self.finished += 1
         return elapsed_s
 
-    def left(self, total: int) -> str:
+    def estimate_left(self, total: int) -> str:
         if not self._took_s:
             return ""
         seconds = (total - self.finished) * sum(self._took_s) / len(self._took_s) / self._at_once
@@ -74,9 +75,11 @@ class _Lines:
         if event.note:
             self._console.print(event.note, markup=False, highlight=False, soft_wrap=True)
             return
-        elapsed_s = self._clock.take(event)
-        what = PHASES.get(event.phase, event.phase) if event.phase else _ending(event)
-        left = self._clock.left(event.total) if event.phase is None and self._clock.finished < event.total else ""
+        elapsed_s = self._clock.measure(event)
+        what = PHASES.get(event.phase, event.phase) if event.phase else _describe_end(event)
+        left = (
+            self._clock.estimate_left(event.total) if event.phase is None and self._clock.finished < event.total else ""
+        )
         self._console.print(
             f"trial {event.number} of {event.total} {event.name}: {what} ({elapsed_s:.0f} s{left and f'; {left}'})",
             markup=False,
@@ -95,19 +98,19 @@ class _Bar:
         if event.note:
             self._progress.console.print(event.note, markup=False, highlight=False)
             return
-        elapsed_s = self._clock.take(event)
+        elapsed_s = self._clock.measure(event)
         if event.phase is None:
-            text = f"trial {event.number} of {event.total} {event.name}: {_ending(event)} ({elapsed_s:.0f} s)"
+            text = f"trial {event.number} of {event.total} {event.name}: {_describe_end(event)} ({elapsed_s:.0f} s)"
             self._progress.console.print(text, markup=False, highlight=False)
-        phase = PHASES.get(event.phase, event.phase) if event.phase else _ending(event)
+        phase = PHASES.get(event.phase, event.phase) if event.phase else _describe_end(event)
         self._progress.update(
             self._task,
             total=event.total,
             completed=self._clock.finished,
             description=f"{event.name}: {phase}",
-            left=self._clock.left(event.total),
+            left=self._clock.estimate_left(event.total),
         )
 
 
-def _ending(event: Event) -> str:
+def _describe_end(event: Event) -> str:
     return f"{event.status}{f', {event.reason}' if event.reason else ''}"

@@ -1,6 +1,6 @@
-"""Ctrl-C, SIGTERM and SIGHUP: the first ends the work in order, the second at once.
+"""Ctrl-C, SIGTERM and SIGHUP: the first signal ends the work in order, the second at once.
 
-An engine never outlives us either way: its keeper ends it when the process of its trial disappears.
+No engine outlives us either way: its keeper ends it when the process of its trial disappears.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ AT_ONCE = "\nended at once; the engines are killed, and runs left open are close
 
 
 class Interrupts:
-    """signal: the name of the first signal that came, None while none did."""
+    """signal: the name of the first signal that arrived, None before one did."""
 
     def __init__(self) -> None:
         self.signal: str | None = None
@@ -25,7 +25,7 @@ class Interrupts:
 
     def _handle(self, number: int, _frame: object) -> None:
         if self.signal is not None:
-            # Nothing is waited for, not even a write that hangs; Ray's processes end with this one.
+            # Wait for nothing: what hangs may be why the person sends a second one. Ray's processes end with this one.
             with contextlib.suppress(OSError):
                 os.write(sys.stderr.fileno(), AT_ONCE.encode())
             os._exit(EXIT_CODE)
@@ -34,8 +34,8 @@ class Interrupts:
             raise KeyboardInterrupt
 
     @contextlib.contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Inside, a first signal is only noted, for a loop that looks at `signal` or for work that must be whole."""
+    def defer(self) -> Iterator[None]:
+        """While entered, a first signal only sets `signal`: for a loop that reads it, and for work that must finish."""
         before, self._deferred = self._deferred, True
         try:
             yield
@@ -44,13 +44,15 @@ class Interrupts:
 
 
 @contextlib.contextmanager
-def heeded() -> Iterator[Interrupts]:
-    """Handle the three signals alike while entered; the first raises KeyboardInterrupt unless it is deferred.
+def handle_signals() -> Iterator[Interrupts]:
+    """Handle the three signals alike while entered: the first raises KeyboardInterrupt, unless it is deferred.
 
-    Under nohup SIGHUP stays ignored: that campaign is to outlive its terminal.
+    SIGHUP stays ignored under nohup: such a campaign is meant to outlive its terminal.
     """
     interrupts = Interrupts()
-    previous = {number: signal.signal(number, interrupts._handle) for number in SIGNALS if not _by_nohup(number)}
+    previous = {
+        number: signal.signal(number, interrupts._handle) for number in SIGNALS if not _is_ignored_by_nohup(number)
+    }
     try:
         yield interrupts
     finally:
@@ -58,5 +60,5 @@ def heeded() -> Iterator[Interrupts]:
             signal.signal(number, handler)
 
 
-def _by_nohup(number: signal.Signals) -> bool:
+def _is_ignored_by_nohup(number: signal.Signals) -> bool:
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN

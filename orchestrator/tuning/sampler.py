@@ -23,8 +23,8 @@ REPEATS_OF_TPE, REPEATS_OF_CHANCE = 20, 200
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
-def for_experiment(experiment: Experiment, ledger: Ledger) -> Tpe | None:
-    """The sampler of search.sampler: tpe. Random draws are planned before the start (space.plan), and need none."""
+def make_sampler(experiment: Experiment, ledger: Ledger) -> Tpe | None:
+    """The sampler of `search.sampler: tpe`, else None: space.plan draws random points before the start."""
     return Tpe(experiment, ledger) if experiment.search.sampler == "tpe" else None
 
 
@@ -36,7 +36,7 @@ class Tpe:
         self._wanted = experiment.search.num_samples
         known = {dimension.key for dimension in dimensions(experiment)}
         # Places in a list mean nothing once the keys of the space have changed.
-        self._replayed = [sample for sample in ledger.samples() if known.issuperset(sample)]
+        self._replayed = [sample for sample in ledger.read_samples() if known.issuperset(sample)]
         seed, mode = experiment.search.seed, experiment.objective.mode
         self._search = OptunaSearch(
             space=self._space,
@@ -74,7 +74,7 @@ class Tpe:
                 self._points.add(point)
                 self._drawn_by[sample_id] = drawing
                 if len(self._points) > len(self._replayed):
-                    self._ledger.remember_sample(self._places)
+                    self._ledger.append_sample(self._places)
                 return sample_id, self._params
         self._exhausted = True
         return None

@@ -19,7 +19,8 @@ from ray.tune.schedulers import FIFOScheduler
 from ray.tune.search import Searcher
 
 from orchestrator import trial
-from orchestrator.campaign.campaign import Campaign, Launch
+from orchestrator.campaign.campaign import Campaign
+from orchestrator.campaign.launches import Launch
 from orchestrator.config import Placement
 from orchestrator.outcome import TrialStatus
 from orchestrator.trial import TrialResult
@@ -36,7 +37,7 @@ def run_trials(campaign: Campaign, interrupts: Interrupts | None = None) -> None
     interrupts = interrupts or Interrupts()
     feed = _Feed(campaign, Nodes(campaign.experiment.placement), interrupts)
     try:
-        with interrupts.deferred(), tempfile.TemporaryDirectory(prefix="tune-", ignore_cleanup_errors=True) as storage:
+        with interrupts.defer(), tempfile.TemporaryDirectory(prefix="tune-", ignore_cleanup_errors=True) as storage:
             _fit(campaign, feed, storage)
     except KeyboardInterrupt:
         campaign.interrupted = interrupts.signal or "SIGINT"
@@ -117,7 +118,7 @@ class _Feed(Searcher):
             self._nodes.give_back(node)
             return None if self._placed else Searcher.FINISHED
         self._placed[trial_id] = _Placed(launch=launch, node=node)
-        self.campaign.started(trial_id, launch)
+        self.campaign.mark_started(trial_id, launch)
         task = Task(
             spec=launch.spec,
             workdir=self.campaign.workdir(launch),
@@ -170,7 +171,7 @@ class _Feed(Searcher):
         self._nodes.give_back(placed.node, failed=ended.status is TrialStatus.INFRASTRUCTURE)
         if ended.cause == "not_released":
             self._nodes.bar(placed.node, ended.reason or "an engine was not released")
-        self.campaign.ended(placed.launch, ended)
+        self.campaign.take_result(placed.launch, ended)
 
     # The campaign's own folder is the memory of what was tried; Tune's copies of a searcher's state are not used.
     def __getstate__(self) -> dict[str, Any]:
@@ -227,4 +228,4 @@ class _Listen(tune.Callback):
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
         if "phase" in result:
-            self._feed.campaign.phase(trial.trial_id, result["phase"])
+            self._feed.campaign.report_phase(trial.trial_id, result["phase"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator.tuning.interrupt import heeded
+from orchestrator.tuning.interrupt import handle_signals
 from tests.support.drivers import Driver, wait_until
 
 pytestmark = pytest.mark.ray
@@ -88,7 +88,7 @@ def test_signal_before_ray_is_there(driver: Callable[..., Driver]) -> None:
 def test_under_nohup_a_closed_terminal_ends_nothing() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with heeded() as interrupts:
+        with handle_signals() as interrupts:
             os.kill(os.getpid(), signal.SIGHUP)
         assert interrupts.signal is None
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

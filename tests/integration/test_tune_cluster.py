@@ -17,8 +17,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 from orchestrator import trial
-from orchestrator.campaign import campaign
-from orchestrator.campaign.campaign import Campaign, Event
+from orchestrator.campaign.campaign import Campaign, open_campaign
+from orchestrator.campaign.launches import Event
 from orchestrator.campaign.ledger import TOKEN_FILE
 from orchestrator.cluster import joined
 from orchestrator.config import EngineSpec, Experiment, Objective, Placement, Search, Stop, Tracking, Workload
@@ -67,7 +67,7 @@ def experiment(folder: Path, *, points: int = 2, timeout_s: float = 60.0, load_s
 
 @contextmanager
 def opened(swept: Experiment, cluster: Any, on_event: Callable[[Event], None] = lambda _: None) -> Iterator[Campaign]:
-    with campaign.opened(swept, resume=False, on_event=on_event) as running, joined(cluster.address):
+    with open_campaign(swept, resume=False, on_event=on_event) as running, joined(cluster.address):
         yield running
     account = running.account()
     assert account.planned == account.earlier + account.started + account.skipped + len(account.not_run)

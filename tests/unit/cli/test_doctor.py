@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from orchestrator import config
-from orchestrator.cli import doctor
+from orchestrator.cli import machine_checks
 from tests.support.fake_nvml import FakeNvml
 from tests.support.launches import FAKE_ENGINE, KINDS, program
 from tests.support.paths import ROOT
@@ -66,7 +66,7 @@ tracking: {{folder: "{tmp_path}/mlruns"}}
 
 def examined(path: Path, *overrides: str) -> tuple[int, dict[str, dict[str, Any]]]:
     """The exit code that the checks mean, and the checks by name."""
-    document = doctor.document(doctor.examine(config.load(path, list(overrides))))
+    document = machine_checks.document(machine_checks.check_machine(config.load(path, list(overrides))))
     assert set(document) == {"checks"}
     checks = {check["name"]: check for check in document["checks"]}
     assert len(checks) == len(document["checks"])

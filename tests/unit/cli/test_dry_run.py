@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import config, trial
-from orchestrator.campaign import campaign
+from orchestrator import config, search, trial
+from orchestrator.campaign.ledger import campaigns_folder
 from orchestrator.cli import dry_run
 from orchestrator.config import Experiment
 from orchestrator.errors import ConfigError, MachineError
@@ -46,7 +46,7 @@ def test_every_command_line_whole(tmp_path: Path) -> None:
         "search.grid={engine.args.speculative-config.num_speculative_tokens: [2, 4]}",
         "engine.args.speculative-config.method=ngram",
     )
-    plan = dry_run.dry_run(sweep)
+    plan = dry_run.plan_campaign(sweep)
     assert plan.num_starts == 2 + 2 * 2
     document = json.loads(json.dumps(plan.document(), allow_nan=False))
     assert {"experiment", "trials", "skipped"} <= set(document)
@@ -60,7 +60,7 @@ def test_every_command_line_whole(tmp_path: Path) -> None:
 
 
 def test_a_line_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
-    plan = dry_run.dry_run(
+    plan = dry_run.plan_campaign(
         experiment(tmp_path, "engine.args.speculative-config={method: ngram, num_speculative_tokens: 2}")
     )
     lines = plan.lines()
@@ -77,11 +77,11 @@ def test_a_line_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
 def test_an_unknown_flag_is_named_with_the_nearest(tmp_path: Path, kind: str) -> None:
     nearest = {"vllm": "max-num-seqs", "sglang": "max-running-requests", "llamacpp": "ctx-size"}[kind]
     misspelt = nearest[:-1]
-    plan = dry_run.dry_run(experiment(tmp_path, f"engine.args.{misspelt}=4", kind=kind))
+    plan = dry_run.plan_campaign(experiment(tmp_path, f"engine.args.{misspelt}=4", kind=kind))
     (warning,) = plan.warnings
     assert f"--{misspelt}" in warning
     assert f"--{nearest}" in warning
-    assert dry_run.dry_run(experiment(tmp_path, f"engine.args.{nearest}=4", kind=kind)).warnings == ()
+    assert dry_run.plan_campaign(experiment(tmp_path, f"engine.args.{nearest}=4", kind=kind)).warnings == ()
 
 
 def test_help_is_asked_once_per_engine_and_may_be_missing(tmp_path: Path) -> None:
@@ -89,9 +89,9 @@ def test_help_is_asked_once_per_engine_and_may_be_missing(tmp_path: Path) -> Non
     command = program(tmp_path, "").pop()
     Path(command).write_text(f"import sys\nopen({str(asked)!r}, 'a').write('x')\nsys.exit(3)\n")
     points = "search.grid={engine.args.max-num-seqs: [1, 2, 3]}"
-    plan = dry_run.dry_run(experiment(tmp_path, f"engine.command=[{sys.executable}, {command}]", points))
+    plan = dry_run.plan_campaign(experiment(tmp_path, f"engine.command=[{sys.executable}, {command}]", points))
     assert (len(plan.launches), plan.warnings, asked.read_text()) == (3, (), "x")
-    assert len(dry_run.dry_run(experiment(tmp_path, "engine.command=[no-such-engine]", points)).launches) == 3
+    assert len(dry_run.plan_campaign(experiment(tmp_path, "engine.command=[no-such-engine]", points)).launches) == 3
 
 
 def test_help_runs_as_the_engine_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,8 +100,8 @@ def test_help_runs_as_the_engine_would(tmp_path: Path, monkeypatch: pytest.Monke
     source = program(tmp_path, "").pop()
     names = ("PYTHONPATH", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG")
     Path(source).write_text(f"import os\nprint([os.environ.get(n) for n in {names!r}])\n")
-    (spec,) = campaign.keyed_points(experiment(tmp_path, f"engine.command=[{sys.executable}, {source}]"))[0]
-    answer = dry_run.ask_help(spec.engine, dry_run.launch_plan(spec))
+    (spec,) = search.points(experiment(tmp_path, f"engine.command=[{sys.executable}, {source}]"))[0]
+    answer = dry_run.ask_help(spec.engine, dry_run.plan_launch(spec))
     assert answer == dry_run.HelpAnswer(exit_code=0, text="[None, '', 'INFO']\n")
 
 
@@ -119,17 +119,17 @@ def test_a_program_that_is_not_there_names_the_environment_to_install(tmp_path: 
 
 def test_the_estimate_comes_from_trials_that_were_timed_here(tmp_path: Path) -> None:
     sweep = experiment(tmp_path, "search.grid={engine.args.max-num-seqs: [1, 2]}")
-    assert dry_run.dry_run(sweep).estimate_s is None
-    assert any("No estimate" in line for line in dry_run.dry_run(sweep).lines())
-    (spec, _) = dry_run.dry_run(sweep).launches[0]
+    assert dry_run.plan_campaign(sweep).estimate_s is None
+    assert any("No estimate" in line for line in dry_run.plan_campaign(sweep).lines())
+    (spec, _) = dry_run.plan_campaign(sweep).launches[0]
     for number, seconds in enumerate((50.0, 60.0, 900.0, 3.0, 3.0)):
-        folder = campaign.home_of(sweep) / "20261129-100000" / "trials" / str(number)
+        folder = campaigns_folder(sweep) / "20261129-100000" / "trials" / str(number)
         folder.mkdir(parents=True)
         phases = {"starting": seconds - 10, "measuring": 10.0}
         status = TrialStatus.COMPLETE if seconds > 10 else TrialStatus.REFUSED
         trial.write_result(TrialResult(spec=spec, status=status, phases_s=phases), folder)
     (folder / "result.json").with_name("torn.json").write_text("{")
-    plan = dry_run.dry_run(sweep)
+    plan = dry_run.plan_campaign(sweep)
     # The median of the three that were measured, for two points and twice two confirmations.
     assert plan.estimate_s == 60.0 * 6
     assert "About 6 min" in plan.lines()[-1]

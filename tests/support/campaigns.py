@@ -1,0 +1,93 @@
+"""Campaigns on real folders and real MLflow stores, without Ray: the results of the trials are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mlflow import MlflowClient
+
+from orchestrator.campaign.campaign import Campaign, open_campaign
+from orchestrator.campaign.launches import Launch
+from orchestrator.config import EngineSpec, Experiment, Objective, Search, Tracking, Workload
+from orchestrator.measure.verdict import Level, Verdict
+from orchestrator.outcome import TrialStatus
+from orchestrator.trial import TrialResult
+from tests.support import made_results as made
+
+K = "engine.args.speculative-config.num_speculative_tokens"
+NO_SPEC = {"no-spec": {"engine.args.speculative-config": None}}
+SPECULATION = {"speculative-config": {"method": "ngram", "num_speculative_tokens": 2}}
+
+
+def experiment(folder: Path, **sections: Any) -> Experiment:
+    """A k sweep; keyword arguments that are no section of an Experiment are those of the search."""
+    others = {key: sections.pop(key) for key in ("objective", "engine") if key in sections}
+    return Experiment(
+        name="swept",
+        workloads={"chat": Workload()},
+        search=Search(**{"grid": {K: [2, 4, 6]}, **sections}),
+        tracking=Tracking(folder=str(folder / "mlruns")),
+        **{
+            "engine": EngineSpec(kind="vllm", model="org/model", root=str(folder), args=SPECULATION),
+            "objective": Objective(metric="chat/decode_tok_s"),
+            **others,
+        },
+    )
+
+
+def answer(launch: Launch, rate: float = 100.0, **changes: Any) -> TrialResult:
+    valid = Verdict(level=Level.VALID, reasons=())
+    result = TrialResult(
+        spec=launch.spec,
+        status=TrialStatus.COMPLETE,
+        measurements={"chat": made.measurement(decode_tok_s=(rate * 0.999, rate, rate * 1.001))},
+        verdicts={"chat": valid},
+        verdict=valid,
+        phases_s={"starting": 1.0},
+        started_at="2026-01-01T00:00:00+00:00",
+    )
+    return replace(result, **changes)
+
+
+def fault(launch: Launch, status: TrialStatus, cause: str, reason: str = "as it said") -> TrialResult:
+    return TrialResult(spec=launch.spec, status=status, cause=cause, reason=reason)
+
+
+def by_k(launch: Launch) -> TrialResult:
+    return answer(launch, {None: 50.0, 2: 100.0, 4: 140.0, 6: 120.0}[launch.spec.params.get(K)])
+
+
+def drive(running: Campaign, respond: Callable[[Launch], TrialResult], most: int = 100) -> list[str]:
+    """Run a campaign as tuning/tune.py does, one trial at a time. Returns the names in the order of their starts."""
+    started: list[str] = []
+    while len(started) < most and (launch := running.next_launch()) is not None:
+        running.mark_started(str(len(started)), launch)
+        started.append(launch.spec.name)
+        running.take_result(launch, respond(launch))
+    return started
+
+
+@contextmanager
+def open_checked(made_of: Experiment, *, resume: bool = False, **arguments: Any) -> Iterator[Campaign]:
+    with open_campaign(made_of, resume=resume, **arguments) as running:
+        yield running
+        assert_adds_up(running)
+
+
+def assert_adds_up(running: Campaign) -> None:
+    account = running.account()
+    assert account.planned == account.earlier + account.started + account.skipped + len(account.not_run)
+    assert account.planned >= len(running.launches)
+
+
+def runs(made_of: Experiment) -> list[tuple[str, str, str | None]]:
+    """(name, status, cause) of every trial's run in MLflow, oldest first."""
+    client = MlflowClient(f"sqlite:///{made_of.tracking.folder}/mlflow.db")
+    found = client.get_experiment_by_name(made_of.name)
+    assert found is not None
+    trials = client.search_runs([found.experiment_id], "tags.kind = 'trial'", order_by=["attributes.start_time ASC"])
+    return [(str(run.info.run_name), run.info.status, run.data.tags.get("cause")) for run in trials]
