@@ -128,10 +128,23 @@ class Campaign:
             why = search.hopeless(launch.spec, results) or self.budget.refusal(results)
             if why is None:
                 return launch
-            self._drop(launch, why)
+            self.skip(launch, why)
         if self.stopped:
             self.stop(self.stopped)
         return None
+
+    def put_back(self, launch: Launch) -> None:
+        """Queue a launch that could not be placed now, as the next one."""
+        self._queue.appendleft(launch)
+
+    def skip(self, launch: Launch, why: str) -> None:
+        """Never start this launch, for the reason given."""
+        if launch.id in self.results:
+            # A retry. The row of the first attempt already holds what went wrong.
+            return
+        self.skipped.append((launch.spec.name, why))
+        self._dropped.add(launch.id)
+        self._tell_sampler(launch.id, None)
 
     def mark_started(self, trial_id: str, launch: Launch) -> None:
         """Take note that a launch was handed over; trial_id is the caller's name for it."""
@@ -175,7 +188,7 @@ class Campaign:
         """Start nothing more, for a reason that no further start would change; what is queued is skipped for it."""
         self.stopped = why
         while self._queue:
-            self._drop(self._queue.popleft(), why)
+            self.skip(self._queue.popleft(), why)
 
     def finish(self) -> tuple[list[Recorded], search.Selection]:
         """Close the record. Returns the results with the numbers that compare trials, and the choice among them."""
@@ -263,14 +276,6 @@ class Campaign:
         measured = result.status in (TrialStatus.COMPLETE, TrialStatus.PRUNED)
         believed = result.verdict is not None and result.verdict.level is not Level.INVALID
         return quantity.value if quantity and measured and believed and not missed else None
-
-    def _drop(self, launch: Launch, why: str) -> None:
-        if launch.id in self.results:
-            # A retry. The row of the first attempt already holds what went wrong.
-            return
-        self.skipped.append((launch.spec.name, why))
-        self._dropped.add(launch.id)
-        self._tell_sampler(launch.id, None)
 
     def _break_circuit(self, result: TrialResult) -> None:
         """Stop when the machine or the environment fails alike several times in a row: further starts would too."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from orchestrator import search, trial
 from orchestrator.campaign.ledger import campaigns_folder
-from orchestrator.config import EngineSpec, Experiment, TrialSpec, trial_spec
+from orchestrator.config import EngineSpec, Experiment, Placement, TrialSpec, trial_spec
 from orchestrator.engines import ENGINES, LaunchPlan
 from orchestrator.engines.flags import check_flags
 from orchestrator.errors import ConfigError, MachineError
@@ -37,7 +37,13 @@ class CampaignPlan:
         return {
             "experiment": self.experiment.name,
             "trials": [
-                {"name": spec.name, "argv": list(plan.argv), "env": mask_env(plan.env)} for spec, plan in self.launches
+                {
+                    "name": spec.name,
+                    "argv": list(plan.argv),
+                    "env": mask_env(plan.env),
+                    "placement": {"gpus": spec.placement.gpus, "cpus": spec.placement.cpus},
+                }
+                for spec, plan in self.launches
             ],
             "skipped": [{"name": name, "reason": reason} for name, reason in self.skipped],
             "num_starts": self.num_starts,
@@ -47,13 +53,14 @@ class CampaignPlan:
 
     def lines(self) -> list[str]:
         """The plan for a person: each command line in full, ready to be pasted into a shell."""
-        placement = self.experiment.placement
-        where = f"{placement.gpus} GPUs and {placement.cpus} CPUs of one node"
-        text = [
-            f"{self.experiment.name}: {len(self.launches)} trials, {self.num_starts} engine starts, each on {where}"
-        ]
-        for number, (spec, plan) in enumerate(self.launches, start=1):
-            text += ["", f"# {number} {spec.name}", shell_line(plan)]
+        places = [_describe_place(spec.placement) for spec, _ in self.launches]
+        alike = len(set(places)) <= 1
+        where = (
+            f"each on {(places or [_describe_place(self.experiment.placement)])[0]}" if alike else "of several sizes"
+        )
+        text = [f"{self.experiment.name}: {len(self.launches)} trials, {self.num_starts} engine starts, {where}"]
+        for number, ((spec, plan), place) in enumerate(zip(self.launches, places, strict=True), start=1):
+            text += ["", f"# {number} {spec.name}" + ("" if alike else f", on {place}"), shell_line(plan)]
         text += ["", *(f"skipped {name}: {why}" for name, why in self.skipped)] if self.skipped else []
         if self.estimate_s is None:
             text += ["", "No estimate of the time yet: no trial of this experiment has been timed on this machine."]
@@ -63,6 +70,10 @@ class CampaignPlan:
                 f"About {self.estimate_s / 60:.0f} min, from the trials of this experiment that were timed here.",
             ]
         return text
+
+
+def _describe_place(placement: Placement) -> str:
+    return f"{placement.gpus} GPUs and {placement.cpus} CPUs of one node"
 
 
 def plan_campaign(experiment: Experiment) -> CampaignPlan:
@@ -96,11 +107,15 @@ def check_startable(experiment: Experiment) -> None:
 
     Raises ConfigError for a model path that is not there, MachineError for a program that is not there.
     """
-    specs, _ = search.points(experiment)
-    # The points of a sampler are not known yet. The experiment itself stands for them.
-    for spec in specs or [trial_spec(experiment, "base", {})]:
+    for spec in known_points(experiment):
         check_model(spec.engine)
         check_program(plan_launch(spec))
+
+
+def known_points(experiment: Experiment) -> list[TrialSpec]:
+    """The points that are known before the start; for a sampler, whose are not, the experiment itself."""
+    specs, _ = search.points(experiment)
+    return specs or [trial_spec(experiment, "base", {})]
 
 
 def plan_launch(spec: TrialSpec) -> LaunchPlan:

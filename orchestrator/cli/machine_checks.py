@@ -97,13 +97,13 @@ def _check_prompts(experiment: Experiment) -> Iterator[Check]:
 
 
 def _check_cpus(experiment: Experiment) -> Iterator[Check]:
-    here, wanted = os.cpu_count() or 1, experiment.placement.cpus
+    here, wanted = os.cpu_count() or 1, max(spec.placement.cpus for spec in dry_run.known_points(experiment))
     detail = f"{wanted} needed, {here} here; {memory.host_available_gib():.0f} GiB of host memory free"
     yield Check(name="CPUs", ok=here >= wanted, detail=detail)
 
 
 def _check_gpus(experiment: Experiment) -> Iterator[Check]:
-    seen, wanted = gpus.read_gpus(), experiment.placement.gpus
+    seen, wanted = gpus.read_gpus(), max(spec.placement.gpus for spec in dry_run.known_points(experiment))
     kinds = ", ".join(f"{count} x {name}" for name, count in Counter(map(str, seen)).items())
     driver = gpus.driver_version()
     here = f"{kinds}; driver {driver}" if seen else "none here" + ("" if driver else ", no NVIDIA driver")
@@ -220,7 +220,7 @@ def _check_limits(experiment: Experiment) -> Iterator[Check]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = "" if soft >= WANTED_OPEN_FILES else f"; many streams at once need {WANTED_OPEN_FILES}: ulimit -n"
     yield Check(name="open files", ok=None if wanted else True, detail=f"limit {soft}{wanted}")
-    if experiment.placement.gpus > 1:
+    if max(spec.placement.gpus for spec in dry_run.known_points(experiment)) > 1:
         free_gib = shutil.disk_usage(SHM).free / gpus.GIB
         enough = free_gib >= WANTED_SHM_GIB
         more = "" if enough else f"; the workers of an engine need {WANTED_SHM_GIB:.0f} GiB (docker: --shm-size)"

@@ -78,7 +78,7 @@ def _run_campaign(
     from orchestrator.tuning import tune as ray_tune
 
     if address is None:
-        nodes.check_local_placement(experiment.placement)
+        nodes.check_local_placements(dry_run.known_points(experiment))
     dry_run.check_startable(experiment)
     with (
         progress.live_view(stderr_console) as on_event,

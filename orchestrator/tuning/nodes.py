@@ -5,59 +5,70 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from orchestrator import cluster
-from orchestrator.config import Placement
+from orchestrator.config import Placement, TrialSpec
 from orchestrator.errors import MachineError
 from orchestrator.node import gpus
 
 REFRESH_S = 1.0
 
 
-def check_local_placement(placement: Placement) -> None:
-    """Whether this machine alone could hold one trial; asked before Ray is started. Raises MachineError."""
-    num_gpus, num_cpus = len(gpus.read_gpus()), os.cpu_count() or 1
-    if placement.gpus > num_gpus:
-        seen = ", ".join(gpu.name for gpu in gpus.read_gpus()) or "none"
-        raise MachineError(
-            f"placement.gpus: a trial needs {placement.gpus} GPUs on one node, this machine has {num_gpus} ({seen}); "
-            "join a cluster that has such a node with --address, or look at the command lines with --dry-run"
-        )
-    if placement.cpus > num_cpus:
-        raise MachineError(
-            f"placement.cpus: a trial needs {placement.cpus} CPUs on one node, this machine has {num_cpus}"
-        )
+def check_local_placements(specs: Sequence[TrialSpec]) -> None:
+    """Whether this machine alone could hold each of the trials; asked before Ray is started. Raises MachineError."""
+    seen, num_cpus = gpus.read_gpus(), os.cpu_count() or 1
+    alike = len({(spec.placement.gpus, spec.placement.cpus) for spec in specs}) <= 1
+    for spec in specs:
+        who = "a trial" if alike else f"the trial {spec.name}"
+        if spec.placement.gpus > len(seen):
+            names = ", ".join(gpu.name for gpu in seen) or "none"
+            raise MachineError(
+                f"placement.gpus: {who} needs {spec.placement.gpus} GPUs on one node, this machine has {len(seen)} "
+                f"({names}); join a cluster that has such a node with --address, or look at the command lines with "
+                "--dry-run"
+            )
+        if spec.placement.cpus > num_cpus:
+            raise MachineError(
+                f"placement.cpus: {who} needs {spec.placement.cpus} CPUs on one node, this machine has {num_cpus}"
+            )
 
 
 class Nodes:
-    """The nodes that can hold one trial. Each holds one at a time: two engines side by side would measure each other.
+    """The nodes of the cluster. Each holds one trial at a time: two engines side by side would measure each other."""
 
-    Raises MachineError at once when no node can ever hold one.
-    """
-
-    def __init__(self, placement: Placement) -> None:
-        self._placement = placement
-        self._fitting: dict[str, str] = {}
+    def __init__(self) -> None:
+        self._alive: dict[str, dict[str, Any]] = {}
+        self._addresses: dict[str, str] = {}
         self._taken: set[str] = set()
         self._barred: dict[str, str] = {}
         self._failures: Counter[str] = Counter()
         self._read_s = 0.0
         self.refresh()
-        if not self._fitting:
-            raise MachineError(self._nothing_fits())
+
+    def require(self, placements: Iterable[Placement]) -> None:
+        """Raises MachineError when one of the placements fits on no node."""
+        for placement in placements:
+            if not self._fitting(placement):
+                raise MachineError(_nothing_fits(placement))
 
     def refresh(self) -> None:
         """Look again who is there; at most once in REFRESH_S."""
         if time.monotonic() - self._read_s < REFRESH_S:
             return
         self._read_s = time.monotonic()
-        fitting = [n for n in cluster.alive_nodes() if cluster.num_that_fit(n, self._placement)]
-        self._fitting = {node["NodeID"]: node["NodeManagerAddress"] for node in fitting}
+        self._alive = {node["NodeID"]: node for node in cluster.alive_nodes()}
+        self._addresses |= {name: node["NodeManagerAddress"] for name, node in self._alive.items()}
 
-    def take(self) -> str | None:
-        """The id of a free node, now taken; None when all are busy, gone or barred."""
+    def _fitting(self, placement: Placement) -> list[str]:
         self.refresh()
-        free = [node for node in self._fitting if node not in self._taken and node not in self._barred]
+        return [name for name, node in self._alive.items() if cluster.num_that_fit(node, placement)]
+
+    def take(self, placement: Placement) -> str | None:
+        """The id of a free node that can hold the placement, now taken; None when all are busy, gone or barred."""
+        fitting = self._fitting(placement)
+        free = [node for node in fitting if node not in self._taken and node not in self._barred]
         if not free:
             return None
         node = min(free, key=self._failures.__getitem__)
@@ -74,19 +85,27 @@ class Nodes:
         self._barred[node] = f"{self.address(node)}: {why}"
 
     def is_there(self, node: str) -> bool:
+        """Whether the node is alive."""
         self.refresh()
-        return node in self._fitting
+        return node in self._alive
 
     def address(self, node: str) -> str:
-        return self._fitting.get(node, node)
+        """The node's address, also after it has gone."""
+        return self._addresses.get(node, node)
 
-    def none_left(self) -> str | None:
-        """Why no node can be used any more; None as long as one can, be it busy now."""
+    def any_left(self) -> bool:
+        """Whether any node may still be used, for whatever placement."""
         self.refresh()
-        if any(node not in self._barred for node in self._fitting):
+        return any(node not in self._barred for node in self._alive)
+
+    def none_left(self, placement: Placement) -> str | None:
+        """Why no node can hold the placement any more; None as long as one can, be it busy now."""
+        fitting = self._fitting(placement)
+        if any(node not in self._barred for node in fitting):
             return None
         barred = "; ".join(self._barred.values())
-        return f"not to be used again: {barred}" if barred else self._nothing_fits()
+        return f"not to be used again: {barred}" if barred else _nothing_fits(placement)
 
-    def _nothing_fits(self) -> str:
-        return f"no node of this Ray cluster can hold a trial: it needs {cluster.describe_need(self._placement)}"
+
+def _nothing_fits(placement: Placement) -> str:
+    return f"no node of this Ray cluster can hold a trial: it needs {cluster.describe_need(placement)}"

@@ -35,7 +35,9 @@ NO_NODE_S = 30.0
 def run_trials(campaign: Campaign, interrupts: Interrupts | None = None) -> None:
     """Run everything the campaign still wants, until it is done, stopped or interrupted."""
     interrupts = interrupts or Interrupts()
-    feed = _Feed(campaign, Nodes(campaign.experiment.placement), interrupts)
+    nodes = Nodes()
+    nodes.require([launch.spec.placement for launch in campaign.launches] or [campaign.experiment.placement])
+    feed = _Feed(campaign, nodes, interrupts)
     try:
         with interrupts.defer(), tempfile.TemporaryDirectory(prefix="tune-", ignore_cleanup_errors=True) as storage:
             _fit(campaign, feed, storage)
@@ -48,9 +50,9 @@ def run_trials(campaign: Campaign, interrupts: Interrupts | None = None) -> None
 
 
 def _fit(campaign: Campaign, feed: _Feed, storage: str) -> None:
-    placement, overseer = campaign.experiment.placement, _Overseer(feed)
+    overseer = _Overseer(feed)
     tuner = tune.Tuner(
-        tune.with_resources(trainable, lambda config: _bundle(placement, config["node"])),
+        tune.with_resources(trainable, lambda config: _bundle(config["task"].spec.placement, config["node"])),
         tune_config=tune.TuneConfig(
             search_alg=feed,
             scheduler=overseer,
@@ -105,18 +107,14 @@ class _Feed(Searcher):
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # type: ignore[override]
         self.check_interrupts()
-        if not self.campaign.wants_more():
-            self.campaign.next_launch()
-            return None if self._placed else Searcher.FINISHED
-        node = self._nodes.take()
-        if node is None:
-            self._give_up_without_nodes()
-            return None
-        self._no_node_since_s = None
         launch = self.campaign.next_launch()
         if launch is None:
-            self._nodes.give_back(node)
             return None if self._placed else Searcher.FINISHED
+        node = self._nodes.take(launch.spec.placement)
+        if node is None:
+            self._wait_for_node(launch)
+            return None
+        self._no_node_since_s = None
         self._placed[trial_id] = _Placed(launch=launch, node=node)
         self.campaign.mark_started(trial_id, launch)
         task = Task(
@@ -133,13 +131,21 @@ class _Feed(Searcher):
         if self._interrupts.signal is not None:
             raise KeyboardInterrupt
 
-    def _give_up_without_nodes(self) -> None:
-        why = None if self._placed else self._nodes.none_left()
+    def _wait_for_node(self, launch: Launch) -> None:
+        """Keep the launch for later. Without any hope it is skipped, or the campaign ends where no node is left."""
+        why = None if self._placed else self._nodes.none_left(launch.spec.placement)
         if why is None:
             self._no_node_since_s = None
+            self.campaign.put_back(launch)
             return
         self._no_node_since_s = self._no_node_since_s or time.monotonic()
-        if why.startswith("not to be used") or time.monotonic() - self._no_node_since_s > NO_NODE_S:
+        if not why.startswith("not to be used") and time.monotonic() - self._no_node_since_s <= NO_NODE_S:
+            self.campaign.put_back(launch)
+        elif self._nodes.any_left():
+            self._no_node_since_s = None
+            self.campaign.skip(launch, why)
+        else:
+            self.campaign.put_back(launch)
             self.campaign.stop(why)
 
     def misplaced(self, trial_id: str) -> bool:
@@ -147,7 +153,7 @@ class _Feed(Searcher):
         placed = self._placed.get(trial_id)
         if placed is None:
             return False
-        timeout_s = self.campaign.experiment.placement.timeout_s
+        timeout_s = placed.launch.spec.placement.timeout_s
         if not self._nodes.is_there(placed.node):
             placed.lost = ("node_lost", "the node was gone before the trial had started on it")
         elif time.monotonic() - placed.since_s > timeout_s:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def test_a_trial_per_node_at_once_and_files_come_back(cluster: Any, tmp_path: Pa
         (running.folder / TOKEN_FILE).write_text("another folder")
         began_s = time.monotonic()
         with pytest.raises(MachineError, match=r"3 GPUs and 1 CPUs on ONE node.*: 1 GPUs, 2 CPUs"):
-            nodes.Nodes(Placement(gpus=3))
+            nodes.Nodes().require([Placement(gpus=1), Placement(gpus=3)])
         assert time.monotonic() - began_s < 5
         tune.run_trials(running)
     assert statuses(running) == ["complete"] * 3
@@ -114,6 +115,29 @@ def test_a_trial_per_node_at_once_and_files_come_back(cluster: Any, tmp_path: Pa
         assert series == trial.read_memory(running.workdir(launch) / "memory.csv")
         assert any(name.endswith(".log") for name in names)
         assert running.results[launch.id].workdir == str(running.workdir(launch))
+
+
+def test_every_trial_gets_a_bundle_of_its_own_size(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One GPU, two GPUs, and more than any node has: the first two run, the third is left out with its reason."""
+    monkeypatch.setattr(tune, "NO_NODE_S", 1.0)
+    sizes = {
+        f"tp{number}": {"placement.gpus": number, "engine.args.tensor-parallel-size": number} for number in (1, 2, 3)
+    }
+    swept = replace(experiment(tmp_path), search=Search(variants=sizes))
+    with opened(swept, cluster) as running:
+        with pytest.raises(MachineError, match="3 GPUs and 1 CPUs on ONE node"):
+            tune.run_trials(running)
+        # A node that had room for it may leave before its turn.
+        monkeypatch.setattr(nodes.Nodes, "require", lambda _self, _placements: None)
+        tune.run_trials(running)
+        seen = [start["env"]["CUDA_VISIBLE_DEVICES"].count(",") + 1 for start in starts(tmp_path)]
+    results = {result.spec.name: result for result in running.ordered_results()}
+    assert {name: str(result.status) for name, result in results.items()} == {"tp1": "complete", "tp2": "complete"}
+    assert sorted(seen) == [1, 2]
+    assert [name for name, _ in running.skipped] == ["tp3"]
+    assert "3 GPUs" in running.skipped[0][1]
 
 
 def test_node_that_dies_in_mid_trial(cluster: Any, tmp_path: Path) -> None:
@@ -160,17 +184,17 @@ def test_place_held_by_others_then_node_that_dies_before_the_start(cluster: Any,
 
 def test_node_that_was_not_released_is_not_used_again(cluster: Any) -> None:
     with joined(cluster.address):
-        known = nodes.Nodes(Placement(gpus=2))
-        first = known.take()
+        known, two = nodes.Nodes(), Placement(gpus=2)
+        first = known.take(two)
         assert first is not None
         known.bar(first, "GPU 0 still holds 20.0 GiB; pid 4242 (python)")
         known.give_back(first, failed=True)
-        second = known.take()
+        second = known.take(two)
         assert second is not None
         assert second != first
-        assert known.take() is None
-        assert known.none_left() is None
+        assert known.take(two) is None
+        assert known.none_left(two) is None
         known.bar(second, "GPU 1 still holds 1.0 GiB")
         known.give_back(second)
-        assert known.take() is None
-        assert "pid 4242" in (known.none_left() or "")
+        assert known.take(two) is None
+        assert "pid 4242" in (known.none_left(two) or "")

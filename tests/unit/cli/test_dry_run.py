@@ -50,7 +50,7 @@ def test_every_command_line_whole(tmp_path: Path) -> None:
     assert plan.num_starts == 2 + 2 * 2
     document = json.loads(json.dumps(plan.document(), allow_nan=False))
     assert {"experiment", "trials", "skipped"} <= set(document)
-    assert [set(each) for each in document["trials"]] == [{"name", "argv", "env"}] * 2
+    assert [set(each) for each in document["trials"]] == [{"name", "argv", "env", "placement"}] * 2
     configs = [json.loads(each["argv"][each["argv"].index("--speculative-config") + 1]) for each in document["trials"]]
     assert configs == [{"method": "ngram", "num_speculative_tokens": k} for k in (2, 4)]
     assert document["trials"][0]["env"] == {"NCCL_DEBUG": "INFO", "HF_TOKEN": "****"}
@@ -133,3 +133,16 @@ def test_the_estimate_comes_from_trials_that_were_timed_here(tmp_path: Path) -> 
     # The median of the three that were measured, for two points and twice two confirmations.
     assert plan.estimate_s == 60.0 * 6
     assert "About 6 min" in plan.lines()[-1]
+
+
+def test_each_trials_placement_is_named_where_they_differ(tmp_path: Path) -> None:
+    alike = dry_run.plan_campaign(experiment(tmp_path))
+    assert alike.lines()[0].endswith("each on 0 GPUs and 1 CPUs of one node")
+    variants = "search.variants={one: {placement.cpus: 1}, two: {placement.cpus: 2, placement.gpus: 2}}"
+    differ = dry_run.plan_campaign(experiment(tmp_path, variants, "engine.args.tensor-parallel-size=2"))
+    text = "\n".join(differ.lines())
+    assert "2 trials, 6 engine starts, of several sizes" in text
+    assert "# 1 one, on 0 GPUs and 1 CPUs of one node" in text
+    assert "# 2 two, on 2 GPUs and 2 CPUs of one node" in text
+    placements = [each["placement"] for each in differ.document()["trials"]]
+    assert placements == [{"gpus": 0, "cpus": 1}, {"gpus": 2, "cpus": 2}]
