@@ -16,7 +16,7 @@ from orchestrator import search
 from orchestrator.campaign import campaign
 from orchestrator.cli import dry_run
 from orchestrator.config import Experiment, TrialSpec
-from orchestrator.engines import ENGINES
+from orchestrator.engines import find_engine
 from orchestrator.engines.flags import check_flags
 from orchestrator.environments import install
 from orchestrator.errors import OrchestratorError
@@ -43,7 +43,8 @@ class Check:
 
 
 def examine(experiment: Experiment) -> list[Check]:
-    """Every check, in the order in which a campaign would meet them."""
+    """Every check, in the order in which a campaign would meet them. Raises ConfigError on an unknown engine.kind."""
+    search.check_engines(experiment)
     questions: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
         ("configuration", lambda: _configuration(experiment)),
         ("prompts", lambda: _prompts(experiment)),
@@ -166,7 +167,7 @@ def _engine(name: str, specs: list[TrialSpec]) -> Iterator[Check]:
         yield Check(name=f"engine {name}", ok=None, detail=detail)
         return
     if answer.exit_code:
-        why = ENGINES[spec.engine.kind].diagnose(answer.text, answer.exit_code)
+        why = find_engine(spec.engine.kind).diagnose(answer.text, answer.exit_code)
         yield Check(name=f"engine {name}", ok=False, detail=f"it does not start: {why.summary}; {why.lever}")
         return
     unknown = dict.fromkeys(line for _, each in launches for line in check_flags(each.argv, answer.text))

@@ -11,7 +11,7 @@ from typing import Any
 from orchestrator import trial
 from orchestrator.campaign import campaign
 from orchestrator.config import EngineSpec, Experiment, TrialSpec, trial_spec
-from orchestrator.engines import ENGINES, LaunchPlan
+from orchestrator.engines import LaunchPlan, find_engine
 from orchestrator.engines.flags import check_flags
 from orchestrator.errors import ConfigError, MachineError
 from orchestrator.masking import mask_env
@@ -104,7 +104,7 @@ def check_startable(experiment: Experiment) -> None:
 
 
 def launch_plan(spec: TrialSpec) -> LaunchPlan:
-    return ENGINES[spec.engine.kind].plan(spec.engine, spec.placement.ports[0], Path("trial"))
+    return find_engine(spec.engine.kind).plan(spec.engine, spec.placement.ports[0], Path("trial"))
 
 
 def check_model(spec: EngineSpec) -> None:
@@ -119,7 +119,7 @@ def _flag_warnings(launches: tuple[tuple[TrialSpec, LaunchPlan], ...]) -> list[s
     answers: dict[tuple[str, ...], HelpAnswer | None] = {}
     complaints = []
     for spec, plan in launches:
-        command = ENGINES[spec.engine.kind].help_command(spec.engine)
+        command = find_engine(spec.engine.kind).help_command(spec.engine)
         if command not in answers:
             answers[command] = ask_help(spec.engine, plan)
         answer = answers[command]
@@ -138,7 +138,7 @@ class HelpAnswer:
 
 def ask_help(spec: EngineSpec, plan: LaunchPlan) -> HelpAnswer | None:
     """Ask the engine itself for its flags, in its own environment. None where it is not installed or never answers."""
-    command = ENGINES[spec.kind].help_command(spec)
+    command = find_engine(spec.kind).help_command(spec)
     try:
         check_program(plan)
         answer = subprocess.run(

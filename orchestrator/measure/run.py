@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from orchestrator.config import Workload
 from orchestrator.engines.base import Engine, EngineStats, Speculation
+from orchestrator.engines.diagnosis.dialect import LIBRARIES_ONLY
 from orchestrator.measure.client import Client, Target
 from orchestrator.measure.metrics import Measurement, RequestTrace, Window, measure_windows
 from orchestrator.measure.verdict import Evidence, Verdict, judge
@@ -207,6 +208,7 @@ class _Job:
             foreign_gpu_users=foreign,
             text_tokens=tuple(text_tokens),
             speculation=around.speculation,
+            dialect=self.engine.log if self.engine else LIBRARIES_ONLY,
         )
         measurement = measure_windows(windows, warm_up)
         verdict = judge(self.workload, measurement, windows, evidence)

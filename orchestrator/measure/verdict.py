@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from orchestrator.config import Workload
-from orchestrator.engines import compile_lines, override_lines
 from orchestrator.engines.base import Speculation
+from orchestrator.engines.diagnosis.dialect import LIBRARIES_ONLY, LogDialect
+from orchestrator.engines.diagnosis.explain import compile_lines, override_lines
 from orchestrator.measure.looping import is_looping
 from orchestrator.measure.metrics import (
     Measurement,
@@ -51,11 +52,13 @@ class Evidence:
     """What the verdict needs besides the requests.
 
     log: what the engine's log gained while measuring; log_before: what it held until then.
-    text_tokens[i]: tokens of prompt i's own text, so that the rest of its prompt is template and nonce.
+    dialect: how that log is written. text_tokens[i]: tokens of prompt i's own text, so that the rest of its prompt is
+    template and nonce.
     """
 
     log: str = ""
     log_before: str = ""
+    dialect: LogDialect = LIBRARIES_ONLY
     foreign_gpu_users: tuple[str, ...] = ()
     text_tokens: tuple[int | None, ...] = ()
     speculation: Speculation | None = None
@@ -250,7 +253,7 @@ def _client_jitter(measurement: Measurement) -> Reason | None:
 
 
 def _compile_in_window(evidence: Evidence) -> Reason | None:
-    lines = compile_lines(evidence.log)
+    lines = compile_lines(evidence.log, evidence.dialect)
     if not lines:
         return None
     return Reason(
@@ -261,7 +264,7 @@ def _compile_in_window(evidence: Evidence) -> Reason | None:
 
 
 def _sampling_overridden(evidence: Evidence) -> Reason | None:
-    lines = override_lines(f"{evidence.log_before}\n{evidence.log}")
+    lines = override_lines(f"{evidence.log_before}\n{evidence.log}", evidence.dialect)
     if not lines:
         return None
     return Reason(
@@ -313,7 +316,7 @@ def _acceptance_collapse(measurement: Measurement, evidence: Evidence) -> Reason
             "likely draft weights that were not loaded, or more proposals than the draft was trained for",
         )
     rate = measurement.metrics.get("acceptance_rate")
-    lowest = LOWEST_ACCEPTANCE.get(method_name(speculation.method))
+    lowest = LOWEST_ACCEPTANCE.get(speculation.family or "")
     if rate is None or lowest is None or rate.value >= lowest:
         return None
     return Reason(
@@ -349,19 +352,12 @@ def _nothing_drafted(windows: Sequence[Window], answered: Sequence[RequestTrace]
         return None
     if not any((trace.completion_tokens or 0) >= DRAFTED_FROM_TOKENS for trace in answered):
         return None
-    trained = method_name(speculation.method) in LOWEST_ACCEPTANCE
+    trained = speculation.family in LOWEST_ACCEPTANCE
     return Reason(
         code="acceptance_collapse" if trained else "nothing_drafted",
         detail="not one token was drafted: this is the engine without speculation"
         + (", likely a draft model that was not loaded" if trained else ""),
     )
-
-
-def method_name(method: str | None) -> str:
-    """One spelling for a method over engines: NEXTN, draft-dspark and deepseek_mtp are mtp, dspark and mtp."""
-    name = (method or "").lower().replace("-", "_").removeprefix("draft_") if method != "draft_model" else "draft_model"
-    known = {"nextn": "mtp", "standalone": "draft_model", "simple": "draft_model", "model": "draft_model"}
-    return "mtp" if name.endswith("_mtp") else known.get(name, name)
 
 
 def _few_repeats(windows: Sequence[Window]) -> Reason | None:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from orchestrator.config import Experiment, TrialSpec, flatten, trial_spec
+from orchestrator.engines import find_engine
 from orchestrator.errors import ConfigError
 
 # The names the field uses for long keys; any other key is shown by its last part.
@@ -149,6 +150,17 @@ def sampled(experiment: Experiment, params: Mapping[str, Any], planned: Sequence
 def same_configuration(first: TrialSpec, second: TrialSpec) -> bool:
     """Whether two points start and measure the same thing, whatever they are called."""
     return _identity(first) == _identity(second)
+
+
+def check_engines(experiment: Experiment) -> None:
+    """Raise ConfigError on an engine.kind that there is no engine for: the experiment's own, or one of its search."""
+    key, search = "engine.kind", experiment.search
+    kinds = [experiment.engine.kind, *(flatten(params).get(key) for params in search.variants.values())]
+    kinds += search.grid.get(key, [])
+    kinds += (_dimension(key, search.space[key]).choices or ()) if key in search.space else ()
+    for kind in kinds:
+        if kind is not None:
+            find_engine(str(kind))
 
 
 def swept_keys(experiment: Experiment) -> set[str]:
