@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator import report
 from orchestrator.config import Experiment
-from orchestrator.engines import ENGINES
+from orchestrator.engines import find_engine
 from orchestrator.errors import ConfigError
 from orchestrator.measure import client
 from orchestrator.measure.client import Target
@@ -55,11 +55,12 @@ def bench_server(
     """Measure every workload of the experiment at `base_url`.
 
     on_progress(workload, phase, done, total) counts requests. A server that stalls ends the measuring; what was
-    measured until then is returned. Raises ConfigError when there is no workload or the server does not list the
-    model, MachineError when the server does not answer.
+    measured until then is returned. Raises ConfigError when there is no workload, no such engine, or the server does
+    not list the model, MachineError when the server does not answer.
     """
     if not experiment.workloads:
         raise ConfigError("workloads: there is none, so that nothing would be measured")
+    engine = find_engine(experiment.engine.kind)
     model = _listed_model(experiment, base_url, api_key)
     target = Target(base_url=base_url.rstrip("/").removesuffix("/v1"), model=model, api_key=api_key)
     runs: dict[str, WorkloadRun] = {}
@@ -67,7 +68,7 @@ def bench_server(
         try:
             runs[name] = measure(
                 target,
-                ENGINES[experiment.engine.kind],
+                engine,
                 name,
                 workload,
                 on_progress=lambda phase, done, total, name=name: on_progress(name, phase, done, total),  # type: ignore[misc]

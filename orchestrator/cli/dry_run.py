@@ -11,7 +11,7 @@ from typing import Any
 from orchestrator import search, trial
 from orchestrator.campaign.ledger import campaigns_folder
 from orchestrator.config import EngineSpec, Experiment, Placement, TrialSpec, trial_spec
-from orchestrator.engines import ENGINES, LaunchPlan
+from orchestrator.engines import LaunchPlan, find_engine
 from orchestrator.engines.flags import check_flags
 from orchestrator.errors import ConfigError, MachineError
 from orchestrator.masking import mask_env
@@ -120,7 +120,7 @@ def known_points(experiment: Experiment) -> list[TrialSpec]:
 
 def plan_launch(spec: TrialSpec) -> LaunchPlan:
     """The launch of one point, with the first port of the range. Raises ConfigError for arguments that we set."""
-    return ENGINES[spec.engine.kind].plan(spec.engine, spec.placement.ports[0], Path("trial"))
+    return find_engine(spec.engine.kind).plan(spec.engine, spec.placement.ports[0], Path("trial"))
 
 
 def check_model(spec: EngineSpec) -> None:
@@ -135,7 +135,7 @@ def _flag_warnings(launches: tuple[tuple[TrialSpec, LaunchPlan], ...]) -> list[s
     answers: dict[tuple[str, ...], HelpAnswer | None] = {}
     complaints = []
     for spec, plan in launches:
-        command = ENGINES[spec.engine.kind].help_command(spec.engine)
+        command = find_engine(spec.engine.kind).help_command(spec.engine)
         if command not in answers:
             answers[command] = ask_help(spec.engine, plan)
         answer = answers[command]
@@ -154,7 +154,7 @@ class HelpAnswer:
 
 def ask_help(spec: EngineSpec, plan: LaunchPlan) -> HelpAnswer | None:
     """Run the engine's --help in its own environment. None where it is not installed, or does not answer in time."""
-    command = ENGINES[spec.kind].help_command(spec)
+    command = find_engine(spec.kind).help_command(spec)
     try:
         check_program(plan)
         answer = subprocess.run(

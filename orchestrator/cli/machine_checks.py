@@ -15,7 +15,7 @@ from typing import Any
 from orchestrator import search
 from orchestrator.cli import dry_run
 from orchestrator.config import Experiment, TrialSpec
-from orchestrator.engines import ENGINES
+from orchestrator.engines import find_engine
 from orchestrator.engines.flags import check_flags
 from orchestrator.environments import install
 from orchestrator.errors import OrchestratorError
@@ -44,8 +44,10 @@ class Check:
 def check_machine(experiment: Experiment) -> list[Check]:
     """Every check, in the order in which a campaign would meet them.
 
-    Raises none of our errors and no OSError: a check that meets one fails with its message.
+    Raises ConfigError on an unknown engine.kind. A check that meets an error of ours or an OSError fails with its
+    message.
     """
+    search.check_engines(experiment)
     questions: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
         ("configuration", lambda: _check_configuration(experiment)),
         ("prompts", lambda: _check_prompts(experiment)),
@@ -168,7 +170,7 @@ def _check_engine(name: str, specs: list[TrialSpec]) -> Iterator[Check]:
         yield Check(name=f"engine {name}", ok=None, detail=detail)
         return
     if answer.exit_code:
-        why = ENGINES[spec.engine.kind].diagnose(answer.text, answer.exit_code)
+        why = find_engine(spec.engine.kind).diagnose(answer.text, answer.exit_code)
         yield Check(name=f"engine {name}", ok=False, detail=f"it does not start: {why.summary}; {why.lever}")
         return
     unknown = dict.fromkeys(line for _, each in launches for line in check_flags(each.argv, answer.text))

@@ -36,9 +36,12 @@ class Stop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """How one engine is started. `args` and `env` are the engine's own names and reach it unchanged."""
+    """How one engine is started. `args` and `env` are the engine's own names and reach it unchanged.
 
-    kind: Literal["vllm", "sglang", "llamacpp"] = MISSING
+    kind: one of `orchestrator.engines.ENGINES`; `find_engine` checks it.
+    """
+
+    kind: str = MISSING
     model: str = MISSING
     command: list[str] | None = None
     environment: str | None = None

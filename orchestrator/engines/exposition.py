@@ -35,7 +35,7 @@ class Page:
         return None
 
     def by_position(self, name: str) -> tuple[float, ...] | None:
-        """Sums per label `position`, 0 upwards; None when there is none. An unused position has no sample yet: 0."""
+        """Sums per label `position`, 0 upwards; None when there is none. A position without a sample is unused: 0."""
         sums: dict[int, float] = defaultdict(float)
         for labels, value in self.samples.get(name, []):
             if labels.get("position", "").isdecimal():
@@ -48,7 +48,7 @@ class Page:
 
 
 def read_page(text: str | None) -> Page:
-    """Parse a metrics page. A page that is missing, torn or not in the format tells nothing: an empty Page."""
+    """Parse a metrics page. One that is missing, torn or not in the format is an empty Page."""
     samples: dict[str, list[tuple[Mapping[str, str], float]]] = defaultdict(list)
     declared: set[str] = set()
     try:

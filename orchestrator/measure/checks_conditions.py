@@ -5,7 +5,7 @@ Each function is `find` of the row of its name in checks.CHECKS: the detail sent
 
 from __future__ import annotations
 
-from orchestrator.engines import compile_lines, override_lines
+from orchestrator.engines.diagnosis.explain import compile_lines, override_lines
 from orchestrator.measure.evidence import Case
 from orchestrator.measure.formulas import counters_reset
 
@@ -54,7 +54,7 @@ def client_jitter(case: Case) -> str | None:
 
 
 def compile_in_window(case: Case) -> str | None:
-    lines = compile_lines(case.evidence.log)
+    lines = compile_lines(case.evidence.log, case.evidence.dialect)
     if not lines:
         return None
     return (
@@ -63,7 +63,7 @@ def compile_in_window(case: Case) -> str | None:
 
 
 def sampling_overridden(case: Case) -> str | None:
-    lines = override_lines(f"{case.evidence.log_before}\n{case.evidence.log}")
+    lines = override_lines(f"{case.evidence.log_before}\n{case.evidence.log}", case.evidence.dialect)
     if not lines:
         return None
     return (

@@ -31,13 +31,6 @@ LOWEST_ACCEPTANCE: Mapping[str, float] = {
 }
 
 
-def method_name(method: str | None) -> str:
-    """One spelling for a method over engines: NEXTN, draft-dspark and deepseek_mtp are mtp, dspark and mtp."""
-    name = (method or "").lower().replace("-", "_").removeprefix("draft_") if method != "draft_model" else "draft_model"
-    known = {"nextn": "mtp", "standalone": "draft_model", "simple": "draft_model", "model": "draft_model"}
-    return "mtp" if name.endswith("_mtp") else known.get(name, name)
-
-
 def acceptance_collapse(case: Case) -> str | None:
     """A draft model that drafts nothing, that only gets its first position right, or whose rate is below its method's.
 
@@ -46,7 +39,7 @@ def acceptance_collapse(case: Case) -> str | None:
     speculation = case.evidence.speculation
     if speculation is None or not speculation.proposals:
         return None
-    lowest = LOWEST_ACCEPTANCE.get(method_name(speculation.method))
+    lowest = LOWEST_ACCEPTANCE.get(speculation.family or "")
     if lowest is not None and _drafted_nothing(case):
         return (
             "not one token was drafted: this is the engine without speculation, "
@@ -72,7 +65,7 @@ def acceptance_collapse(case: Case) -> str | None:
 def nothing_drafted(case: Case) -> str | None:
     """The same of a drafter without weights; with a draft model it is acceptance_collapse."""
     speculation = case.evidence.speculation
-    if speculation is None or not speculation.proposals or method_name(speculation.method) in LOWEST_ACCEPTANCE:
+    if speculation is None or not speculation.proposals or speculation.family in LOWEST_ACCEPTANCE:
         return None
     return "not one token was drafted: this is the engine without speculation" if _drafted_nothing(case) else None
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.config import Workload
 from orchestrator.engines.base import Speculation
+from orchestrator.engines.diagnosis.dialect import LIBRARIES_ONLY, LogDialect
 from orchestrator.measure.formulas import RequestTrace, Window
 from orchestrator.measure.metrics import Measurement
 
@@ -14,7 +15,8 @@ from orchestrator.measure.metrics import Measurement
 class Evidence:
     """What was recorded beside the requests; the defaults mean unknown or none.
 
-    log: what the engine's log gained while measuring; log_before: what it held until then. foreign_gpu_users: who
+    log: what the engine's log gained while measuring; log_before: what it held until then. dialect: how that log is
+    written. foreign_gpu_users: who
     else used the GPUs, one text each. text_tokens[i]: tokens of the own text of prompt i, so that the rest of its
     prompt_tokens is template and nonce; None where the server could not count them. speculation: None where nothing
     is drafted.
@@ -22,6 +24,7 @@ class Evidence:
 
     log: str = ""
     log_before: str = ""
+    dialect: LogDialect = LIBRARIES_ONLY
     foreign_gpu_users: tuple[str, ...] = ()
     text_tokens: tuple[int | None, ...] = ()
     speculation: Speculation | None = None

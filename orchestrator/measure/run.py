@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from orchestrator.config import Workload
 from orchestrator.engines.base import Engine, EngineStats, Speculation
+from orchestrator.engines.diagnosis.dialect import LIBRARIES_ONLY
 from orchestrator.measure.checks import judge
 from orchestrator.measure.client import Client, Target
 from orchestrator.measure.evidence import Evidence
@@ -215,6 +216,7 @@ class _Job:
             foreign_gpu_users=foreign,
             text_tokens=tuple(text_tokens),
             speculation=around.speculation,
+            dialect=self.engine.log if self.engine else LIBRARIES_ONLY,
         )
         measurement = measure_windows(windows, warm_up)
         verdict = judge(self.workload, measurement, windows, evidence)

@@ -14,20 +14,19 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from orchestrator.engines import ENGINES
 from orchestrator.errors import MachineError
 
 # The HTTP port and the ports behind it, for an engine's own rendezvous (NCCL, data parallel).
 PORTS_PER_ENGINE = 8
 MAX_SLOTS = 1024
-# Compile caches that break when two engines write them at once (vllm#24601, vllm#31199).
-CACHE_VARIABLES = {
-    "VLLM_CACHE_ROOT": "vllm",
+# Compile caches of libraries that break when two engines write them at once (vllm#24601, vllm#31199).
+LIBRARY_CACHES = {
     "TRITON_CACHE_DIR": "triton",
     "TILELANG_CACHE_DIR": "tilelang",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "DG_JIT_CACHE_DIR": "deep_gemm",
-    "SGLANG_DG_CACHE_DIR": "deep_gemm",
 }
 
 
@@ -86,13 +85,15 @@ def gpus_claimed(uuids: Iterable[str]) -> Iterator[tuple[str, ...]]:
 
 @contextlib.contextmanager
 def cache_slot(root: Path) -> Iterator[dict[str, str]]:
-    """Compile-cache folders that persist between trials and that no other engine uses at the same time."""
+    """Variable -> compile-cache folder. They persist between trials; no other engine uses them at the same time."""
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MachineError(f"{root}: the engines' compile caches cannot be kept here: {error.strerror}") from None
+    # Every engine's: one may load another for its kernels.
+    caches = {name: folder for engine in ENGINES.values() for name, folder in engine.cache_folders.items()}
     with _slot(root) as slot:
-        yield {name: str(slot / folder) for name, folder in CACHE_VARIABLES.items()}
+        yield {name: str(slot / folder) for name, folder in (LIBRARY_CACHES | caches).items()}
 
 
 def empty(caches: Mapping[str, str]) -> None:

@@ -6,21 +6,22 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 
+from orchestrator.engines import ENGINES
 from orchestrator.engines.base import LaunchPlan
 from orchestrator.errors import MachineError
 from orchestrator.masking import mask_env
 
 # What Ray, a launcher and our own environment put into this process and an engine must not inherit: it would change
 # how it runs, or where its processes meet.
-NOT_INHERITED = re.compile(
+_NOT_INHERITED = re.compile(
     r"^(RAY_|TUNE_|SERVE_|MLFLOW_|PYTEST_|PYTHONHOME$|PYTHONPATH$|PYTHONSTARTUP$|VIRTUAL_ENV|CONDA_|OMP_NUM_THREADS$"
-    r"|CUDA_VISIBLE_DEVICES$|MASTER_ADDR$|MASTER_PORT$|(LOCAL_|GROUP_|NODE_)?RANK$|(LOCAL_)?WORLD_SIZE$|TORCHELASTIC_"
-    r"|VLLM_(PORT|HOST_IP|DP_\w+|API_KEY)$|LLAMA_ARG_|LLAMA_API_KEY$)"
+    r"|CUDA_VISIBLE_DEVICES$|MASTER_ADDR$|MASTER_PORT$|(LOCAL_|GROUP_|NODE_)?RANK$|(LOCAL_)?WORLD_SIZE$|TORCHELASTIC_)"
 )
-# What a person has set for engines in the shell reaches them, and is written down with the result.
-ENGINE_SETTING = re.compile(r"^(VLLM|SGLANG|LLAMA|GGML|NCCL|TORCH|PYTORCH|CUDA|TRITON|FLASHINFER|HF|OMP|MKL|KMP)_")
+# What a person has set for the engines' libraries in the shell reaches them, and is written down with the result.
+_LIBRARY_SETTINGS = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "TRITON_", "FLASHINFER_", "HF_", "OMP_", "MKL_", "KMP_")
 
 
 def shell_line(plan: LaunchPlan) -> str:
@@ -51,8 +52,8 @@ def engine_environment(
     plan: LaunchPlan, gpu_ids: tuple[str, ...], given: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, str]]:
     """(everything the engine gets, the part of it that is written down beside the plan's own, secrets masked)."""
-    env = {name: value for name, value in os.environ.items() if not NOT_INHERITED.match(name)}
-    recorded = {name: value for name, value in env.items() if ENGINE_SETTING.match(name)}
+    env = {name: value for name, value in os.environ.items() if is_inherited(name)}
+    recorded = {name: value for name, value in env.items() if is_setting(name)}
     # An empty list hides every GPU on purpose: a CPU trial must not take a context on a busy one. The order is NVML's,
     # so that an index means the same GPU to the engine and to us.
     recorded |= {"CUDA_VISIBLE_DEVICES": ",".join(gpu_ids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **given}
@@ -62,6 +63,18 @@ def engine_environment(
     if plan.path_prefix:
         env["PATH"] = os.pathsep.join([plan.path_prefix, env.get("PATH", os.defpath)])
     return env, {name: value for name, value in mask_env(recorded).items() if name not in plan.env}
+
+
+def is_inherited(name: str) -> bool:
+    """Whether an engine gets this variable of our environment. What belongs to a server of any engine stays behind."""
+    of_servers = (pattern for engine in ENGINES.values() for pattern in engine.not_inherited)
+    return not _NOT_INHERITED.match(name) and not any(fnmatchcase(name, pattern) for pattern in of_servers)
+
+
+def is_setting(name: str) -> bool:
+    """Whether this variable sets something of an engine or of the libraries that engines use."""
+    prefixes = (prefix for engine in ENGINES.values() for prefix in engine.setting_prefixes)
+    return name.startswith((*_LIBRARY_SETTINGS, *prefixes))
 
 
 def rendezvous_port(plan: LaunchPlan) -> int:

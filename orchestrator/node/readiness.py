@@ -18,6 +18,7 @@ import aiohttp
 import psutil
 
 from orchestrator.config import EngineSpec
+from orchestrator.engines import Engine
 from orchestrator.errors import EngineFailure
 from orchestrator.measure import client
 from orchestrator.node.server import Server
@@ -29,8 +30,8 @@ HEALTH_TIMEOUT_S = 10.0
 # A worker that failed may leave its siblings hanging for good: after this silence the log is asked whether that is so.
 HANGS_AFTER_S = 10.0
 LOOKED_AT_BYTES = 1 << 20
-# Our own questions in the engine's access log are no progress of the engine.
-OWN_REQUEST = re.compile(rb"\b(?:GET|POST) /(?:health|metrics|v1/(?:models|completions|chat/completions))\b")
+# What is asked of every engine, beside its own health path.
+_ASKED_PATHS = ("/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")
 
 
 def wait_ready(server: Server, spec: EngineSpec) -> None:
@@ -55,11 +56,18 @@ def wait_ready(server: Server, spec: EngineSpec) -> None:
         server.wait(min(LONGEST_POLL_S, max(FIRST_POLL_S, waited_s / 50)))
 
 
+def own_request(engine: Engine) -> re.Pattern[bytes]:
+    """Matches our own requests in the engine's access log, which are no progress of the engine."""
+    paths = "|".join(map(re.escape, (engine.health_path, *_ASKED_PATHS)))
+    return re.compile(rf"\b(?:GET|POST) (?:{paths})\b".encode())
+
+
 class _Progress:
     """How long the engine's log has had no new line."""
 
     def __init__(self, server: Server) -> None:
         self._path = server.plan.log_path
+        self._own_request = own_request(server.engine)
         self.read_bytes = 0
         self._progressed_s = time.monotonic()
 
@@ -69,7 +77,7 @@ class _Progress:
             log.seek(max(self.read_bytes, size - LOOKED_AT_BYTES))
             grown = log.read(LOOKED_AT_BYTES)
             self.read_bytes = log.tell()
-        if any(line.strip() and not OWN_REQUEST.search(line) for line in grown.splitlines()):
+        if any(line.strip() and not self._own_request.search(line) for line in grown.splitlines()):
             self._progressed_s = time.monotonic()
         return time.monotonic() - self._progressed_s
 

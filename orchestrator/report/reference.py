@@ -1,7 +1,7 @@
 """Published numbers beside ours: a CSV of experiments/reference, matched row by row with the results of a campaign.
 
 A column that names a metric (`decode_tok_s`, `tpot_ms`, or `sglang_decode_tok_s` for one engine) is a number to be
-held against ours; a column that names a parameter, `workload`, `proposals` or `num_speculative_tokens` finds the trial.
+held against ours; a column that names a parameter, `workload` or `proposals` finds the trial.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from orchestrator.config import Experiment, flatten
+from orchestrator.engines import ENGINES, find_engine
 from orchestrator.measure.metrics import METRICS, Quantity, metric_names
 from orchestrator.measure.quantity import quantity_document
 from orchestrator.report.cells import brief, interval
@@ -26,7 +27,11 @@ from orchestrator.trial import TrialResult
 if TYPE_CHECKING:
     from orchestrator.tracking import Recorded
 
-_DRAFT_TOKENS = ("num_speculative_tokens", "proposals")
+
+def _proposals_columns() -> set[str]:
+    """Columns that state draft tokens per step: our own word for them, and those of the engines."""
+    arguments = {engine.proposals_argument for engine in ENGINES.values() if engine.proposals_argument}
+    return {"proposals", *(argument.replace("-", "_") for argument in arguments)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +152,7 @@ def _matches(experiment: Experiment, reference: Reference, results: Sequence[Tri
 def _column(name: str, kind: str | None) -> tuple[str, float] | None:
     """(metric, factor to its unit) of a column of numbers; None for any other column, other engines' included."""
     bare = name.removeprefix(f"{kind}_") if kind else name
-    for engine in ("vllm", "sglang", "llamacpp") if kind is None else ():
+    for engine in ENGINES if kind is None else ():
         bare = bare.removeprefix(f"{engine}_")
     seconds = bare.removesuffix("_ms") + "_s"
     known = metric_names(METRICS)
@@ -166,11 +171,12 @@ def _is_point(result: TrialResult, workload: str, keys: Mapping[str, str]) -> bo
     spec = result.spec
     settings = flatten({"args": spec.engine.args, "workload": asdict(spec.workloads[workload])})
     by_last = {key.rpartition(".")[2].replace("-", "_"): brief(found) for key, found in settings.items()}
+    argument = (find_engine(spec.engine.kind).proposals_argument or "").replace("-", "_")
     checked = 0
     for key, text in keys.items():
-        if key in _DRAFT_TOKENS:
+        if key in _proposals_columns():
             known = result.speculation.proposals if result.speculation else None
-            ours = by_last.get("num_speculative_tokens", 0) if known is None else known
+            ours = by_last.get(argument, 0) if known is None else known
         elif key in by_last:
             ours = by_last[key]
         else:

@@ -8,7 +8,7 @@ from orchestrator.search.comparison import baseline, pareto, with_campaign_metri
 from orchestrator.search.objective import score, value
 from orchestrator.search.pruning import clearly_worse, hopeless, in_order
 from orchestrator.search.selection import Selection, check, confirmations, select
-from orchestrator.search.space import Dimension, Plan, Skipped, draw, plan, points
+from orchestrator.search.space import Dimension, Plan, Skipped, check_engines, draw, plan, points
 
 __all__ = [
     "Dimension",
@@ -17,6 +17,7 @@ __all__ = [
     "Skipped",
     "baseline",
     "check",
+    "check_engines",
     "clearly_worse",
     "confirmations",
     "draw",

@@ -12,37 +12,13 @@ from dataclasses import asdict
 from typing import Any
 
 from orchestrator.config import Experiment, Objective, TrialSpec, flatten
+from orchestrator.engines import Engine, find_engine
 from orchestrator.measure.metrics import Measurement
 from orchestrator.measure.verdict import Level
 from orchestrator.outcome import TrialStatus
 from orchestrator.search.objective import is_rate, objective_metrics, prefers, weighted_mean
 from orchestrator.trial import TrialResult
 
-# More of these needs more memory, whatever the engine; keys as the engines spell them, dashes for underscores.
-NEEDS_MEMORY = frozenset(
-    {
-        "max-model-len",
-        "max-num-batched-tokens",
-        "max-num-seqs",
-        "num-speculative-tokens",
-        "async-scheduling",
-        "context-length",
-        "max-total-tokens",
-        "max-running-requests",
-        "chunked-prefill-size",
-        "max-prefill-tokens",
-        "speculative-num-draft-tokens",
-        "speculative-dspark-block-size",
-        "cuda-graph-max-bs",
-        "cuda-graph-max-bs-decode",
-        "ctx-size",
-        "parallel",
-        "batch-size",
-        "ubatch-size",
-    }
-)
-# More of these leaves more room for the KV cache, and less for everything else.
-GIVES_KV_MEMORY = frozenset({"gpu-memory-utilization", "mem-fraction-static", "kv-cache-memory-bytes"})
 # Relative spread of one repeat that is assumed before anything is known, and how many observations that counts as.
 PRIOR_NOISE = 0.03
 PRIOR_WEIGHT = 4
@@ -163,21 +139,28 @@ def _asks_no_less(spec: TrialSpec, witness: TrialResult) -> bool:
     if witness.cause == "out_of_memory_load" and spec.workloads != witness.spec.workloads:
         return False
     # A drafter comes on top of what did not fit without one.
-    if not any("speculative" in key for key in known):
-        asked = {key: setting for key, setting in asked.items() if "speculative" not in key}
+    engine = find_engine(spec.engine.kind)
+    if not any(_is_speculation(engine, key) for key in known):
+        asked = {key: setting for key, setting in asked.items() if not _is_speculation(engine, key)}
     for key in asked.keys() | known.keys():
         mine, theirs = asked.get(key), known.get(key)
         if mine == theirs:
             continue
         name = key.rsplit(".", 1)[-1].replace("_", "-")
-        sign = 1 if name in NEEDS_MEMORY else 0
-        if name in GIVES_KV_MEMORY:
+        sign = 1 if name in engine.memory_arguments else 0
+        if name in engine.kv_memory_arguments:
             sign = -1 if for_kv else 1
         if not sign or not isinstance(mine, int | float) or not isinstance(theirs, int | float):
             return False
         if sign * (mine - theirs) < 0:
             return False
     return True
+
+
+def _is_speculation(engine: Engine, key: str) -> bool:
+    """Whether a key of `_settings` configures speculation."""
+    argument = key.removeprefix("args.").replace("_", "-").lstrip("-")
+    return engine.speculation_prefix is not None and argument.startswith(engine.speculation_prefix)
 
 
 def _settings(spec: TrialSpec) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from orchestrator.search.objective import (
     settings,
 )
 from orchestrator.search.space import (
+    check_engines,
     configuration_id,
     plan,
     swept_keys,
@@ -49,9 +50,10 @@ class Selection:
 
 
 def check(experiment: Experiment) -> None:
-    """Raise ConfigError, naming the nearest valid name, on anything in search, objective or serving.verify that does
-    not exist. Nothing is started before this passes.
+    """Raise ConfigError, naming the nearest valid name, on an engine.kind or anything in search, objective or
+    serving.verify that does not exist. Nothing is started before this passes.
     """
+    check_engines(experiment)
     objective, planned = experiment.objective, plan(experiment)
     if not experiment.workloads:
         raise ConfigError("workloads: there is none, so that nothing would be measured")

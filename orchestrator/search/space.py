@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from orchestrator.config import Experiment, TrialSpec, flatten, point_builder
+from orchestrator.engines import find_engine
 from orchestrator.errors import ConfigError
 
 # The names the field uses for long keys; any other key is shown by its last part.
@@ -131,6 +132,17 @@ def draw(experiment: Experiment, suggest: Callable[[Dimension], Any]) -> dict[st
 def configuration_id(spec: TrialSpec) -> str:
     """The same for two points exactly when they start and measure the same thing, whatever they are called."""
     return spec.with_key(None, None).key
+
+
+def check_engines(experiment: Experiment) -> None:
+    """Raise ConfigError on an engine.kind that there is no engine for: the experiment's own, or one of its search."""
+    key, search = "engine.kind", experiment.search
+    kinds = [experiment.engine.kind, *(flatten(params).get(key) for params in search.variants.values())]
+    kinds += search.grid.get(key, [])
+    kinds += (_dimension(key, search.space[key]).choices or ()) if key in search.space else ()
+    for kind in kinds:
+        if kind is not None:
+            find_engine(str(kind))
 
 
 def swept_keys(experiment: Experiment) -> set[str]:

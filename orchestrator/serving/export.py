@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config import Experiment
-from orchestrator.engines import ENGINES
+from orchestrator.engines import find_engine
 from orchestrator.engines.base import LaunchPlan
 from orchestrator.errors import MachineError
 from orchestrator.masking import is_secret_variable, mask_env
@@ -50,7 +50,7 @@ def export(experiment: Experiment, recorded: Recorded, folder: Path) -> list[Pat
 def shell_script(experiment: Experiment, recorded: Recorded) -> str:
     """The engine's plain command line with its environment; PORT chooses the port, secrets come from outside."""
     spec = recorded.result.spec
-    plan = ENGINES[spec.engine.kind].plan(spec.engine, PORT_MARK, Path("."))
+    plan = find_engine(spec.engine.kind).plan(spec.engine, PORT_MARK, Path("."))
     gpus = ",".join(str(i) for i in range(spec.placement.gpus))
     lines = [
         "#!/bin/sh",
@@ -127,7 +127,7 @@ def llm_config(recorded: Recorded) -> dict[str, Any] | None:
     spec = recorded.result.spec
     if spec.engine.kind != "vllm":
         return None
-    plan = ENGINES["vllm"].plan(spec.engine, PORT_MARK, Path("."))
+    plan = find_engine(spec.engine.kind).plan(spec.engine, PORT_MARK, Path("."))
     kwargs = {
         name.replace("-", "_"): value
         for name, value in spec.engine.args.items()

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from orchestrator import tracking
 from orchestrator.config import EngineSpec, Experiment
-from orchestrator.engines import ENGINES
+from orchestrator.engines import find_engine
 from orchestrator.errors import PromotionError
 from orchestrator.masking import MASK
 from orchestrator.measure.client import Target
@@ -182,7 +182,7 @@ class Promotion:
             self.deployment.wait_ready(version, deadline - time.monotonic())
         except PromotionError as error:
             return Verification(ok=False, reason=str(error), workload=name, metric=metric)
-        model = ENGINES[spec.kind].plan(spec, self.experiment.serving.port, Path(".")).model_name
+        model = find_engine(spec.kind).plan(spec, self.experiment.serving.port, Path(".")).model_name
         target = Target(base_url=self.deployment.url, model=model, api_key=self.deployment.pass_key)
         passed = verification.verify(self.experiment, result, target, self.say)
         if passed.ok:

@@ -23,7 +23,7 @@ from ray import serve
 from ray.serve.config import AutoscalingContext
 
 from orchestrator.config import EngineSpec, Placement, Ready, Serving, Stop
-from orchestrator.engines import ENGINES
+from orchestrator.engines import find_engine
 from orchestrator.errors import ConfigError, EngineFailure
 from orchestrator.masking import MASK
 from orchestrator.node.launch import run_engine
@@ -125,7 +125,7 @@ class EngineReplica:
         workdir.mkdir(parents=True, exist_ok=True)
         spec = deployed.engine_spec()
         return run_engine(
-            ENGINES[spec.kind],
+            find_engine(spec.kind),
             spec,
             workdir=workdir,
             ports=(deployed.ports[0], deployed.ports[1]),

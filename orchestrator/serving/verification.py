@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.config import Experiment, Workload
-from orchestrator.engines import ENGINES
+from orchestrator.engines import find_engine
 from orchestrator.errors import EngineFailure, MachineError, PromotionError
 from orchestrator.measure import client
 from orchestrator.measure.client import Target
@@ -71,7 +71,7 @@ def verify(experiment: Experiment, result: TrialResult, target: Target, say: Cal
         for attempt in range(ATTEMPTS):
             run = measure(
                 target,
-                ENGINES[result.spec.engine.kind],
+                find_engine(result.spec.engine.kind),
                 name,
                 workload,
                 surroundings=Surroundings(speculation=result.speculation),

@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from orchestrator.config import TrialSpec, Workload
-from orchestrator.engines import ENGINES
+from orchestrator.engines import find_engine
 from orchestrator.errors import ConfigError, EngineFailure, MachineError
 from orchestrator.measure.formulas import RequestTrace
 from orchestrator.measure.metrics import MEMORY_METRICS, Measurement, metric_names
@@ -54,7 +54,7 @@ def run(
     # A retry or a resumed campaign comes back to this folder: what an earlier attempt left is not this one's.
     for stale in ("result.json", "memory.csv", "traces.jsonl", "plan.json", "engine.log"):
         (workdir / stale).unlink(missing_ok=True)
-    engine = ENGINES[spec.engine.kind]
+    engine = find_engine(spec.engine.kind)
     story = _Story(spec=spec, workdir=workdir, engine_version=engine_version, on_progress=on_progress)
     story.enter("starting")
     try:

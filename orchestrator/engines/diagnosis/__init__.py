@@ -1,1 +1,1 @@
-"""An engine's log and exit code -> Diagnosis: what each says is data, how it is read is one procedure."""
+"""An engine's log and exit code -> Diagnosis. The phrases and sentences are data, reading them is one procedure."""

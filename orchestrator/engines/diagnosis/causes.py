@@ -1,7 +1,7 @@
 """Every cause of a failed trial that has a name: its status, what it means, and what to change. All data.
 
-rules.py has the sentences of the engines that tell them. docs/troubleshooting.md lists the same causes for people; a
-test keeps the two equal.
+A new cause is one row here. rules.py has the sentences that report them. docs/troubleshooting.md lists the same causes
+for people; a test keeps the two equal.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""An engine's log and exit code -> Diagnosis. The same for every engine: what each says is data (rules.py, causes.py).
+"""An engine's log and exit code -> Diagnosis, the same way for every engine. Causes and sentences are data.
 
-The last line of a log is rarely the cause: several processes end one after the other and the parent speaks last.
-The first sentence that a rule knows is taken, specific rules before weak ones; nothing known stays `unknown`.
+The last line of a log is rarely the cause: several processes end one after the other, and the parent writes last.
+The first sentence that matches a rule is the cause, specific rules before weak ones. Without a match it is `unknown`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 
 from orchestrator.engines.diagnosis.causes import CAUSES
+from orchestrator.engines.diagnosis.dialect import LogDialect
 from orchestrator.engines.diagnosis.facts import FactPattern, number, read_facts
-from orchestrator.engines.diagnosis.levers import computed_lever, shortfall, with_numbers
+from orchestrator.engines.diagnosis.levers import add_numbers, compute_lever, compute_shortfall
 from orchestrator.engines.diagnosis.logs import (
     Block,
     Line,
@@ -29,63 +30,46 @@ from orchestrator.outcome import Diagnosis, Fact, TrialStatus
 _EVIDENCE_CHARS = 4000
 _WORD_CHARS = 160
 _UNITS_GIB = {"KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0}
-# Exceptions that only report another process's end.
-_DERIVED = re.compile(
-    r"Engine core initialization failed|EngineDeadError|WorkerProc initialization failed|KeyboardInterrupt|SystemExit"
-    r"|CancelledError|BrokenPipeError|ConnectionResetError|EOFError$|Engine core process \S+ died"
-)
-# A front end that still lives while its engine is dead says one of these.
-_DEAD_INSIDE = re.compile(
-    r"EngineCore encountered a fatal error|EngineDeadError|hit an exception|EngineCore failed to start"
-    r"|while attempting to bind on address"
-)
-_READY = re.compile(r"Application startup complete|fired up and ready|server is listening|listening on http")
-_LOADING = re.compile(r"Loading model from|Starting to load model|Load weight begin|load_model: loading model")
-_LOADED = re.compile(r"Model loading took|Load weight end|model loaded")
-_CAPTURING = re.compile(r"Capturing |Capture \S+ .*CUDA graph begin|Capture cuda graph")
-_CAPTURED = re.compile(r"Graph capturing finished|CUDA graph end")
-_SERVED = re.compile(r'"POST /v1/\S+ HTTP/[\d.]+" 200')
 _OUTSIDE_SIGNALS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 _NOT_RUN = {126, 127}
 
-_COMPILING = re.compile(
-    r"JIT compilation during inference|begins to compile kernel|Compiling a graph for|torch\.compile (?:took|takes)"
-    r"|saved AOT compiled function|Dynamo bytecode transform|Captur(?:ing|e) .*CUDA graph|Capturing num tokens"
-    r"|DeepGEMM warmup|DeepGEMM JIT|Autotuning process starts|ompiling (?:pipeline|shaders)"
-)
-_OVERRIDE = re.compile(r"[Dd]efault (?:vLLM )?sampling parameters have been overridden|generation_config.*overrid")
+
+# The first match of a rule, and the lines that it was found in.
+_Found = tuple[Rule, re.Match[str], Block]
 
 
-def explain(log_text: str, exit_code: int | None, patterns: Iterable[FactPattern]) -> Diagnosis:
-    """Why an engine ended (exit_code; negative: by that signal), or what it tells while it lives (None)."""
+def explain(
+    log_text: str, exit_code: int | None, dialect: LogDialect, patterns: Iterable[FactPattern] = ()
+) -> Diagnosis:
+    """Why an engine ended (exit_code; negative: by that signal), or what its log reports while it runs (None)."""
     patterns = tuple(patterns)
-    lines = read_lines(log_text)
+    lines = read_lines(log_text, dialect)
     facts = read_facts(streams(lines), patterns)
     found = _find(lines)
-    if found is None and (rejoined := rejoined_lines(log_text)):
+    if found is None and (rejoined := rejoined_lines(log_text, dialect)):
         facts = {**read_facts(streams(rejoined), patterns), **facts}
         found = _find(rejoined)
         lines = rejoined if found else lines
     if exit_code is None:
-        return _living(lines, found, facts)
-    if found is None or (found[0].code == "killed" and _failed_before(found, lines)):
-        return _without_rule(lines, exit_code, facts)
-    return _told(*found, lines=lines, facts=facts)
+        return _diagnose_running(lines, found, facts, dialect)
+    if found is None or (found[0].code == "killed" and _has_earlier_error(found, lines, dialect)):
+        return _diagnose_without_rule(lines, exit_code, facts, dialect)
+    return _diagnose_by_rule(found, lines, facts, dialect)
 
 
-def compile_lines(log_text: str) -> list[str]:
-    """The lines of a log that tell that something was compiled or captured: inside a measured window they cost time."""
-    return [line.text.strip() for line in read_lines(log_text) if _COMPILING.search(line.text)]
+def compile_lines(log_text: str, dialect: LogDialect) -> list[str]:
+    """The lines that report that something was compiled or captured: during a measurement that costs time."""
+    return [line.text.strip() for line in read_lines(log_text, dialect) if dialect.compiling.search(line.text)]
 
 
-def override_lines(log_text: str) -> list[str]:
-    """The lines in which an engine says that it changes sampling parameters by itself."""
-    return [line.text.strip() for line in read_lines(log_text) if _OVERRIDE.search(line.text)]
+def override_lines(log_text: str, dialect: LogDialect) -> list[str]:
+    """The lines that report that the engine replaces sampling parameters by its own."""
+    return [line.text.strip() for line in read_lines(log_text, dialect) if dialect.overridden.search(line.text)]
 
 
-def _find(lines: Sequence[Line]) -> tuple[Rule, re.Match[str], Block] | None:
-    """The first match of a specific rule, else of a weak one; source lines of tracebacks count last of all."""
-    best: tuple[tuple[bool, int, int], tuple[Rule, re.Match[str], Block]] | None = None
+def _find(lines: Sequence[Line]) -> _Found | None:
+    """The first match of a specific rule, else of a weak one. Source lines of tracebacks are searched only then."""
+    best: tuple[tuple[bool, int, int], _Found] | None = None
     for quoted in (False, True):
         rules = [rule for rule in RULES if rule.quoted == quoted]
         for block in error_blocks(lines, source=quoted):
@@ -99,18 +83,18 @@ def _find(lines: Sequence[Line]) -> tuple[Rule, re.Match[str], Block] | None:
     return None
 
 
-def _failed_before(found: tuple[Rule, re.Match[str], Block], lines: Sequence[Line]) -> bool:
-    """Whether an error came first: an engine that ends on it kills its other processes."""
+def _has_earlier_error(found: _Found, lines: Sequence[Line], dialect: LogDialect) -> bool:
+    """Whether an error stands before the match: an engine that ends on an error kills its other processes."""
     place = found[2].index_at(found[1].start())
-    return first_traceback([line for line in lines if line.index < place], _DERIVED) is not None
+    return first_traceback([line for line in lines if line.index < place], dialect.derived) is not None
 
 
-def _living(
-    lines: Sequence[Line], found: tuple[Rule, re.Match[str], Block] | None, facts: Mapping[str, Fact]
+def _diagnose_running(
+    lines: Sequence[Line], found: _Found | None, facts: Mapping[str, Fact], dialect: LogDialect
 ) -> Diagnosis:
-    dead_inside = any(line.loud and _DEAD_INSIDE.search(line.text) for line in lines)
+    dead_inside = any(line.loud and dialect.dead_inside.search(line.text) for line in lines)
     if found and dead_inside and not found[0].weak:
-        return _told(*found, lines=lines, facts=facts)
+        return _diagnose_by_rule(found, lines, facts, dialect)
     lost = [line.text.strip() for line in lines if DRAFT_WEIGHTS.search(line.text)]
     if not lost:
         return Diagnosis(status=TrialStatus.COMPLETE, facts=facts)
@@ -126,41 +110,42 @@ def _living(
     )
 
 
-def _told(
-    rule: Rule, match: re.Match[str], block: Block, *, lines: Sequence[Line], facts: Mapping[str, Fact]
+def _diagnose_by_rule(
+    found: _Found, lines: Sequence[Line], start_facts: Mapping[str, Fact], dialect: LogDialect
 ) -> Diagnosis:
+    rule, match, block = found
     evidence = sentence_around(block.text, *match.span())[:_EVIDENCE_CHARS]
     place = block.index_at(match.start())
     before = [line for line in lines if line.index < place]
     words = {name: text.rstrip(".") for name, text in match.groupdict().items() if text is not None}
-    code = _refined(rule.code, words, before)
+    code = _refine_cause(rule.code, words, before, dialect)
     cause = CAUSES[code]
     own = rule if rule.code == code else None
-    told = {**facts, **_numbers(words, evidence)}
+    facts = {**start_facts, **_read_numbers(words, evidence)}
     if code == "module_missing":
         top = words["module"].split(".")[0]
         words["package"] = PACKAGES.get(top, top.replace("_", "-"))
     if code == "kv_cache_too_small":
-        told |= shortfall(told)
+        facts |= compute_shortfall(facts)
     if code == "out_of_memory_load":
-        served = sum(1 for line in before if _SERVED.search(line.text))
-        told["requests_served"] = Fact(value=float(served), source="answers in the log before the error")
+        served = sum(1 for line in before if dialect.served.search(line.text))
+        facts["requests_served"] = Fact(value=float(served), source="answers in the log before the error")
     summary = (own and own.summary) or cause.summary
-    lever = computed_lever(code, words, told, lines) or (own and own.lever) or cause.lever
+    lever = compute_lever(code, words, facts, lines) or (own and own.lever) or cause.lever
     return Diagnosis(
         status=cause.status,
         cause=code,
-        summary=_filled(with_numbers(code, summary, told), words),
-        lever=_filled(lever, words),
+        summary=_fill(add_numbers(code, summary, facts), words),
+        lever=_fill(lever, words),
         evidence=evidence,
-        facts=told,
+        facts=facts,
     )
 
 
-def _refined(code: str, words: dict[str, str], before: Sequence[Line]) -> str:
+def _refine_cause(code: str, words: dict[str, str], before: Sequence[Line], dialect: LogDialect) -> str:
     """The cause behind a rule that several causes share."""
     if code == "out_of_memory":
-        return _phase_of_memory(before)
+        return _memory_cause(before, dialect)
     if code == "killed" and "died" in words:
         ended_by = signal.Signals(-int(words["died"]))
         words["signal"] = f"{ended_by.name} to {words['who']}"
@@ -168,26 +153,28 @@ def _refined(code: str, words: dict[str, str], before: Sequence[Line]) -> str:
     return code
 
 
-def _phase_of_memory(before: Sequence[Line]) -> str:
-    """What the engine was doing when memory ran out: the last of its own announcements."""
-    phase = "out_of_memory_start"
+def _memory_cause(before: Sequence[Line], dialect: LogDialect) -> str:
+    """What the engine was doing when memory ran out, by the last phase that it announced."""
+    cause = "out_of_memory_start"
     for line in before:
-        if _READY.search(line.text):
+        if dialect.ready.search(line.text):
             return "out_of_memory_load"
-        if _LOADING.search(line.text):
-            phase = "weights_too_large"
-        elif _CAPTURING.search(line.text):
-            phase = "graphs_too_large"
-        elif _LOADED.search(line.text) or _CAPTURED.search(line.text):
-            phase = "out_of_memory_start"
-    return phase
+        if dialect.loading.search(line.text):
+            cause = "weights_too_large"
+        elif dialect.capturing.search(line.text):
+            cause = "graphs_too_large"
+        elif dialect.loaded.search(line.text) or dialect.captured.search(line.text):
+            cause = "out_of_memory_start"
+    return cause
 
 
-def _without_rule(lines: Sequence[Line], exit_code: int, facts: Mapping[str, Fact]) -> Diagnosis:
-    """No sentence is known: what the exit code says for sure, else unknown with the first traceback."""
+def _diagnose_without_rule(
+    lines: Sequence[Line], exit_code: int, facts: Mapping[str, Fact], dialect: LogDialect
+) -> Diagnosis:
+    """No rule matches: the cause that the exit code proves, else unknown with the first traceback."""
     number_ = -exit_code if exit_code < 0 else exit_code - 128 if 128 < exit_code < 160 else 0
     name = signal.Signals(number_).name if number_ in {int(s) for s in signal.Signals} else ""
-    traceback = first_traceback(lines, _DERIVED)
+    traceback = first_traceback(lines, dialect.derived)
     last = "\n".join([line.text for line in lines if line.text.strip()][-10:])
     evidence = (traceback[1] if traceback else last)[:_EVIDENCE_CHARS] or None
     if name and (traceback is None or signal.Signals(number_) not in _OUTSIDE_SIGNALS):
@@ -207,17 +194,17 @@ def _without_rule(lines: Sequence[Line], exit_code: int, facts: Mapping[str, Fac
     )
 
 
-def _numbers(words: Mapping[str, str], evidence: str) -> dict[str, Fact]:
+def _read_numbers(words: Mapping[str, str], evidence: str) -> dict[str, Fact]:
     """The groups of a rule whose names carry a unit, as facts."""
     units = ("_gib", "_tokens", "_utilization", "_static")
-    told = {name: number(text) for name, text in words.items() if name.endswith(units)}
+    values = {name: number(text) for name, text in words.items() if name.endswith(units)}
     if "oom_tried" in words:
-        told["oom_tried_gib"] = number(words["oom_tried"]) * _UNITS_GIB[words["oom_unit"]]
-    return {name: Fact(value=value, source=evidence) for name, value in told.items()}
+        values["oom_tried_gib"] = number(words["oom_tried"]) * _UNITS_GIB[words["oom_unit"]]
+    return {name: Fact(value=value, source=evidence) for name, value in values.items()}
 
 
-def _filled(template: str, words: Mapping[str, str]) -> str:
-    """The words of the log in the braces of a sentence; what the log did not say is "a value"."""
+def _fill(template: str, words: Mapping[str, str]) -> str:
+    """Put the words of the log into the braces of a sentence; "a value" where the log does not have the word."""
     plain = {name: re.sub(r"^(\d+)\.0+$", r"\1", " ".join(text.split())) for name, text in words.items()}
     plain = {name: text if len(text) <= _WORD_CHARS else f"{text[:_WORD_CHARS]}..." for name, text in plain.items()}
     return re.sub(r"\{(\w+)\}", lambda hole: plain.get(hole[1], "a value"), template)

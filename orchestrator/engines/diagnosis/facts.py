@@ -1,6 +1,6 @@
-"""Numbers that an engine's log tells while it starts: memory, capacity, times. Each keeps the line it was read from.
+"""Numbers that an engine's log reports while it starts: memory, capacity, times. Each keeps its line as the source.
 
-Where several ranks tell the same, the number is per GPU: the largest of what is used, the smallest of what is left.
+Where several ranks report the same number it is per GPU: the largest of what is used, the smallest of what is left.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ NUMBER = r"-?\d[\d,]*\.?\d*"
 
 @dataclass(frozen=True, slots=True)
 class FactPattern:
-    """Named groups of `pattern` are fact names. within: what repeats of one process mean (sum or last).
+    """Named groups of `pattern` are fact names.
 
-    across: what several processes mean ("max" or "min"). scale: factor to the unit that the name states.
+    within: how the repeats of one process become one number ("sum" or "last"). across: how the numbers of several
+    processes become one ("max" or "min"). scale: the factor to the unit that the name states.
     """
 
     pattern: re.Pattern[str]
@@ -42,22 +43,22 @@ _ACROSS: dict[str, Callable[[Iterable[float]], float]] = {"max": max, "min": min
 
 
 def read_facts(blocks: Sequence[Block], patterns: Iterable[FactPattern]) -> dict[str, Fact]:
-    """Every fact that `patterns` find; the first pattern that yields a name wins."""
+    """Every fact that `patterns` find. Where several patterns find the same name, the first of them counts."""
     facts: dict[str, Fact] = {}
     for pattern in patterns:
         for name in pattern.pattern.groupindex:
-            told = [fact for block in blocks if (fact := _within(block, pattern, name))]
-            if told and name not in facts:
-                facts[name] = _across(told, pattern.across)
+            per_process = [fact for block in blocks if (fact := _combine_within(block, pattern, name))]
+            if per_process and name not in facts:
+                facts[name] = _combine_across(per_process, pattern.across)
     return facts
 
 
 def number(text: str) -> float:
-    """`1,320,868` -> 1320868.0; a full stop at the end belongs to the sentence."""
+    """`1,320,868` -> 1320868.0. A full stop at the end belongs to the sentence and not to the number."""
     return float(text.replace(",", "").rstrip("."))
 
 
-def _within(block: Block, pattern: FactPattern, name: str) -> Fact | None:
+def _combine_within(block: Block, pattern: FactPattern, name: str) -> Fact | None:
     found = [match for match in pattern.pattern.finditer(block.text) if match[name] is not None]
     if not found:
         return None
@@ -68,7 +69,8 @@ def _within(block: Block, pattern: FactPattern, name: str) -> Fact | None:
     return Fact(value=values[-1], source=source)
 
 
-def _across(told: list[Fact], how: str) -> Fact:
-    value = _ACROSS[how](fact.value for fact in told)
-    source = next(fact.source for fact in told if fact.value == value)
-    return Fact(value=value, source=source if len(told) == 1 else f"{how} of {len(told)} processes: {source}")
+def _combine_across(per_process: list[Fact], how: str) -> Fact:
+    value = _ACROSS[how](fact.value for fact in per_process)
+    source = next(fact.source for fact in per_process if fact.value == value)
+    several = "" if len(per_process) == 1 else f"{how} of {len(per_process)} processes: "
+    return Fact(value=value, source=f"{several}{source}")

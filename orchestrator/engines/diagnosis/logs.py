@@ -1,7 +1,7 @@
 """An engine's log as streams of lines, one stream per process, without prefixes, colours and progress bars.
 
-Three engines, their libraries and several processes write into one file. What belongs together is put together here,
-so that a message which a terminal broke in two, or another rank cut in half, can be found by one expression.
+An engine, its libraries and several processes write into one file. The lines of one process are put together here, so
+that one expression finds a message that a terminal broke in two or that another process interrupted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-# Start-up facts stand at the beginning, the cause of a death at the end; a flood between them repeats one of the two.
+from orchestrator.engines.diagnosis.dialect import LogDialect
+
+# Facts of the start stand at the beginning and the cause of a failure at the end. What is cut out lies between them.
 HEAD_CHARS = 1_000_000
 TAIL_CHARS = 1_000_000
 _LONGEST_LINE = 20_000
@@ -19,33 +21,9 @@ _LONGEST_WORD = 25
 _LONGEST_SENTENCE = 300
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
-_PROCESS = re.compile(r"^\((?P<process>[^()]{1,60} pid=\d+)\) ?|^\[(?P<rank>rank\d+)\]: ?")
-_SGLANG_PREFIX = r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?P<process>(?: [A-Z]+\d+)*)\] ?"
-_SGLANG = re.compile(_SGLANG_PREFIX)
-_LEVELLED = [
-    (re.compile(pattern), level)
-    for pattern, level in [
-        # vLLM: `WARNING 11-29 14:14:11 [file.py:12] text`; uvicorn: `INFO:     text`.
-        (r"^(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d (?:\[[^\]]+\]|\S+\]) ?", None),
-        (r"^(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL): {2,}", None),
-        # FlashInfer and the like: `2026-11-29 14:14:55,832 - INFO - text`.
-        (r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ - (?P<level>[A-Z]+) - ", None),
-        # SGLang tells no level: `[2026-11-29 14:27:05 DP0 TP1] text`.
-        (_SGLANG_PREFIX, "INFO"),
-        # llama.cpp: `0.00.273.065 I srv    load_model: text`.
-        (r"^\d+\.\d\d\.\d{3}\.\d{3} (?P<level>[DIWE]) ", None),
-        # glog style of torch: `[W1129 14:14:30.63 socket.cpp:207] text`, `W1129 13:59:22.59 11637 torch/x.py:53] text`.
-        (r"^\[?(?P<level>[DIWEF])\d{4} \d\d:\d\d:\d\d\.\d+ [^\]]*\] ?", None),
-        # A Python warning: `/path/file.py:24: DeprecationWarning: text`.
-        (r"^(?=\S+\.pyx?:\d+: \w*Warning: )", "WARNING"),
-    ]
-]
+# torch, in front of the traceback of one process of a group.
+_RANK = re.compile(r"^\[(?P<process>rank\d+)\]: ?")
 _QUIET = {"DEBUG", "INFO", "WARNING", "D", "I", "W"}
-# SGLang's own error messages carry no level; these announce a traceback or say what failed.
-_SPOKEN_ERROR = re.compile(
-    r"hit an exception|Traceback \(most recent|(?:Prefill|Decode) out of memory|already in use|crashed with exit code"
-    r"|terminated with -|Watchdog timeout"
-)
 
 TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = re.compile(r"^(?:During handling of the above exception|The above exception was the direct cause)")
@@ -53,7 +31,7 @@ _CHAINED = re.compile(r"^(?:During handling of the above exception|The above exc
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line: which process wrote it ("" unknown), whether it may tell an error, its text, its place in the log."""
+    """One line: the process that wrote it ("" unknown), whether it may report an error, its text, its line number."""
 
     process: str
     loud: bool
@@ -63,13 +41,13 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Lines of one process joined by line breaks, and the place of each in the log."""
+    """Lines of one process joined by line breaks, and the number of each in the log."""
 
     text: str
     indices: tuple[int, ...]
 
     def index_at(self, offset: int) -> int:
-        """The place in the log of the line that holds text[offset]."""
+        """The number in the log of the line that holds text[offset]."""
         return self.indices[self.text.count("\n", 0, offset)]
 
 
@@ -82,15 +60,15 @@ def bounded(log_text: str) -> str:
     return head + tail
 
 
-def read_lines(log_text: str) -> list[Line]:
+def read_lines(log_text: str, dialect: LogDialect) -> list[Line]:
     """The lines of a log; of a progress bar only its last state."""
-    return _lines(_raw_lines(log_text))
+    return _parse_lines(_raw_lines(log_text), dialect)
 
 
-def rejoined_lines(log_text: str) -> list[Line]:
-    """The same, with lines put together that a terminal of fixed width broke (hard, or at spaces).
+def rejoined_lines(log_text: str, dialect: LogDialect) -> list[Line]:
+    """The same, with lines joined that a terminal of fixed width broke (anywhere, or at spaces).
 
-    A guess from widths: used where the lines as they stand tell nothing.
+    Guessed from the widths of the lines: used where the lines as they stand match no rule.
     """
     raws = _raw_lines(log_text)
     width = max(map(len, raws), default=0)
@@ -99,17 +77,18 @@ def rejoined_lines(log_text: str) -> list[Line]:
     joined: list[str] = []
     piece = 0
     for raw in raws:
-        plain = _line(0, raw)
+        plain = _parse_line(0, raw, dialect)
+        own_prefix = dialect.process.match(raw)
         hard, soft = piece == width, width - _LONGEST_WORD <= piece < width and not raw[:1].isspace()
         open_end = bool(joined and raw) and TRACEBACK not in raw and len(joined[-1]) < _LONGEST_LINE
         if open_end and plain.text == raw and (hard or soft):
             joined[-1] += raw if hard or joined[-1].endswith(" ") else f" {raw}"
-        elif open_end and hard and plain.process and joined[-1].startswith(f"({plain.process})"):
+        elif open_end and hard and own_prefix and joined[-1].startswith(own_prefix[0]):
             joined[-1] += plain.text
         else:
             joined.append(raw)
         piece = len(raw)
-    return _lines(joined)
+    return _parse_lines(joined, dialect)
 
 
 def streams(lines: Iterable[Line]) -> list[Block]:
@@ -121,10 +100,10 @@ def streams(lines: Iterable[Line]) -> list[Block]:
 
 
 def error_blocks(lines: Iterable[Line], *, source: bool = False) -> list[Block]:
-    """Runs of lines that may tell an error, per process.
+    """Runs of lines that may report an error, per process.
 
-    Quiet lines (information, warnings) end a run of their process. Source lines inside a traceback quote code, not
-    what happened: they are left out unless `source`.
+    A quiet line (information, warning) ends the run of its process. Source lines inside a traceback quote code and
+    do not say what happened: they are left out unless `source`.
     """
     runs: dict[str, list[Line]] = {}
     inside: set[str] = set()
@@ -160,7 +139,7 @@ def first_traceback(lines: Iterable[Line], derived: re.Pattern[str]) -> tuple[st
         elif process not in state:
             continue
         elif state[process] == "inside" and text and not text[0].isspace():
-            # `RuntimeError: ` alone: what it says stands in the lines below, up to the next empty one.
+            # `RuntimeError: ` alone: its message stands in the lines below, up to the next empty one.
             state[process] = "message" if text.rstrip().endswith(":") else "after"
         elif state[process] == "message":
             if not text.strip() and current[process][-1].strip()[-1:] != ":":
@@ -186,7 +165,7 @@ def sentence_around(text: str, start: int, end: int) -> str:
 
 
 def flexible(pattern: str) -> re.Pattern[str]:
-    """A pattern in which every space stands for any white space, a line break, or none where a break took it."""
+    """A pattern in which every space also matches a line break, or nothing where a line break replaced it."""
     return re.compile(pattern.replace(" ", r"\s*"))
 
 
@@ -195,15 +174,15 @@ def _raw_lines(log_text: str) -> list[str]:
     return [raw.rstrip("\r").rsplit("\r", 1)[-1][:_LONGEST_LINE] for raw in text.split("\n")]
 
 
-def _lines(raws: list[str]) -> list[Line]:
+def _parse_lines(raws: list[str], dialect: LogDialect) -> list[Line]:
     lines: list[Line] = []
     speaker = ""
     for index, raw in enumerate(raws):
-        line = _line(index, raw)
-        if _SGLANG.match(raw):
+        line = _parse_line(index, raw, dialect)
+        if any(prefix.opens_message and prefix.pattern.match(raw) for prefix in dialect.prefixes):
             speaker = line.process
         elif line.text == raw:
-            # SGLang writes its prefix once per message: what follows without one is still the same process.
+            # A line without any prefix continues the message of the process that wrote last.
             line = replace(line, process=speaker)
         else:
             speaker = ""
@@ -211,19 +190,19 @@ def _lines(raws: list[str]) -> list[Line]:
     return lines
 
 
-def _line(index: int, raw: str) -> Line:
+def _parse_line(index: int, raw: str, dialect: LogDialect) -> Line:
     process, loud = "", True
     text = raw
-    if match := _PROCESS.match(text):
-        process = match["process"] or match["rank"]
+    if match := dialect.process.match(text) or _RANK.match(text):
+        process = match["process"]
         text = text[match.end() :]
-    for pattern, level in _LEVELLED:
-        if match := pattern.match(text):
+    for prefix in dialect.prefixes:
+        if match := prefix.pattern.match(text):
             groups = match.groupdict()
             process = process or (groups.get("process") or "").strip()
             text = text[match.end() :]
-            quiet = (level or groups["level"]) in _QUIET
-            loud = not quiet or (level == "INFO" and _SPOKEN_ERROR.search(text) is not None)
+            is_quiet = (prefix.level or groups["level"]) in _QUIET
+            loud = not is_quiet or (prefix.errors is not None and prefix.errors.search(text) is not None)
             break
     return Line(process, loud, text, index)
 
@@ -233,7 +212,7 @@ def _block(lines: list[Line]) -> Block:
 
 
 def _exception_line(texts: list[str]) -> str:
-    """The first exception of a chain; one that says nothing on its own line with the paragraph below it."""
+    """The first exception of a chain. Where its own line has no message, the paragraph below it is added."""
     inside, words = False, ""
     for text in texts:
         if words:

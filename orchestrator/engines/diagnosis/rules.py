@@ -1,6 +1,7 @@
-"""The sentences in which vLLM, SGLang, llama.cpp and their libraries tell why they end. All data.
+"""The sentences with which engines and their libraries report why they end. All data; a new sentence is one row.
 
-`<name>` stands for a number, a space for any white space. Order does not matter: the first sentence of a log wins.
+`<name>` stands for a number, a space for any white space. The order of the rows has no effect: the sentence that
+stands first in the log counts.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from orchestrator.engines.diagnosis.facts import expression
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One sentence of an engine that tells a cause. Named groups that are numbers with a unit become facts.
+    """One sentence of an engine that reports a cause. Named groups that are numbers with a unit become facts.
 
-    weak: said also by messages that do not end an engine, or by a message that wraps the real one; any other rule
-    that matches goes first. quoted: stands in a source line that a traceback quotes, for errors without words.
-    summary and lever replace the cause's own.
+    weak: the sentence also stands in messages that do not end an engine, or that wrap the real error; any other rule
+    that matches goes first. quoted: the text stands in a source line that a traceback quotes, for errors without a
+    message. summary and lever replace the cause's own.
     """
 
     code: str
@@ -138,7 +139,7 @@ RULES: tuple[Rule, ...] = (
         r"Model architectures .{1,200}? are not supported for now|unknown model architecture: '[^']*'"
         r"|does not recognize this architecture|architectures? .{1,120}? (?:is|are) not supported by",
     ),
-    # SGLang judges its own values in two places; what one of them raises without a rule above is a refusal too.
+    # SGLang checks its own values in two places; an error that is raised there refuses a value too.
     _rule(
         "bad_value",
         r'File "[^"]*/sglang/srt/(?:server_args|arg_groups/\w+)\.py"[^\n]*\n'
@@ -210,7 +211,7 @@ RULES: tuple[Rule, ...] = (
         r"(?: Tried to allocate <oom_tried> (?P<oom_unit>[KMG]iB)\.)?"
         r"|OutOfMemoryError|CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY",
     ),
-    # llama.cpp says first that memory ran out and then for what.
+    # llama.cpp reports first that memory ran out and then for what.
     _rule(
         "out_of_memory",
         r"cudaMalloc failed: out of memory|unable to allocate (?!CPU)\S+ buffer|failed to allocate compute \w+ buffers",
@@ -294,13 +295,13 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
-# What a living engine tells about a draft model that it loaded only in part.
+# A running engine reports that it loaded its draft model only in part.
 DRAFT_WEIGHTS = expression(
     r"draft: unexpected weight|skipping unexpected weight|[Dd]raft(?:er)? .{0,80}?(?:weights?|parameters?) .{0,40}?"
     r"(?:not (?:initialized|loaded|found)|missing)|(?:unexpected|missing) keys? .{0,80}?[Dd]raft"
 )
 
-# Who provides a module whose package has another name.
+# The package that provides a module of another name.
 PACKAGES = {
     "arctic_inference": "arctic-inference",
     "cpuinfo": "py-cpuinfo",

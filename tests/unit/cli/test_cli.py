@@ -96,6 +96,30 @@ def test_a_wrong_configuration_is_one_sentence(run: Run, words: list[str], said:
     assert "Traceback" not in err
 
 
+UNKNOWN_KIND = "engine.kind=vlm"
+UNKNOWN_KINDS = (
+    UNKNOWN_KIND,
+    "search.variants.other={engine.kind: vlm}",
+    "search.grid={engine.kind: [vllm, vlm]}",
+    "search={sampler: tpe, baseline: null, variants: {}, grid: {}, space: {engine.kind: [vllm, vlm]}}",
+)
+CAMPAIGN_VERBS = (["tune"], ["tune", "--dry-run"], ["doctor"], ["promote"], ["promote", "--status"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bench", "--base-url", "http://127.0.0.1:9", UNKNOWN_KIND],
+        *([*verb, setting] for verb in CAMPAIGN_VERBS for setting in UNKNOWN_KINDS),
+    ],
+    ids=" ".join,
+)
+def test_an_engine_that_there_is_none_of(run: Run, words: list[str]) -> None:
+    code, out, err = run(words[0], "conf/quickstart.yaml", *words[1:])
+    assert (code, out) == (2, ""), err
+    assert err == "error: engine.kind: found 'vlm', allowed are vllm, sglang, llamacpp; did you mean 'vllm'?\n"
+
+
 def test_an_engine_that_is_not_installed(run: Run) -> None:
     (Path.cwd() / "model").mkdir()
     code, _, err = run("tune", "conf/quickstart.yaml", "engine.model=./model", "placement.cpus=1")

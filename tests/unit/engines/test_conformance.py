@@ -76,7 +76,7 @@ def start(tmp_path: Path, engine_command: Callable[[str], list[str]], free_port:
         kind: str, args: dict[str, Any] | None = None, wait: bool = True, port: int | None = None, **behaviour: Any
     ) -> Running:
         spec = EngineSpec(
-            kind=kind,  # type: ignore[arg-type]
+            kind=kind,
             model="org/model",
             served_model_name="served",
             command=engine_command(kind),

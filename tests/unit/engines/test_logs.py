@@ -8,6 +8,7 @@ import time
 import pytest
 
 from orchestrator.engines import ENGINES
+from orchestrator.engines.diagnosis.dialect import LIBRARIES_ONLY, LogDialect
 from orchestrator.engines.diagnosis.explain import compile_lines, override_lines
 from orchestrator.engines.diagnosis.logs import HEAD_CHARS, TAIL_CHARS, bounded, read_lines
 from orchestrator.outcome import TrialStatus
@@ -146,35 +147,56 @@ def test_bounded_keeps_whole_lines_of_both_ends() -> None:
 
 
 def test_of_a_progress_bar_the_last_state_stays() -> None:
-    assert [line.text for line in read_lines("a 0%\ra 50%\ra 100%\nb\r\n")] == ["a 100%", "b", ""]
+    assert [line.text for line in read_lines("a 0%\ra 50%\ra 100%\nb\r\n", LIBRARIES_ONLY)] == ["a 100%", "b", ""]
 
 
-def test_lines_know_their_process_and_level() -> None:
+VLLM, SGLANG, LLAMACPP = (ENGINES[kind].log for kind in ("vllm", "sglang", "llamacpp"))
+
+
+@pytest.mark.parametrize(
+    ("dialect", "raw", "process", "loud", "text"),
+    [
+        (VLLM, "(Worker_TP1 pid=7) ERROR 11-29 14:06:34 [a.py:1] bad", "Worker_TP1 pid=7", True, "bad"),
+        (VLLM, "(Worker_TP1 pid=7) WARNING 11-29 14:06:34 [a.py:1] hm", "Worker_TP1 pid=7", False, "hm"),
+        (SGLANG, "[2026-11-29 14:27:41 DP0 TP1] fine", "DP0 TP1", False, "fine"),
+        (SGLANG, "[2026-11-29 14:27:41 TP1] Decode out of memory", "TP1", True, "Decode out of memory"),
+        (LLAMACPP, "0.00.283.373 I srv  llama_server: model loaded", "", False, "srv  llama_server: model loaded"),
+        (LLAMACPP, "0.00.283.373 E srv  start: bad", "", True, "srv  start: bad"),
+    ],
+)
+def test_lines_know_their_process_and_level(dialect: LogDialect, raw: str, process: str, loud: bool, text: str) -> None:
+    (line,) = read_lines(raw, dialect)
+    assert (line.process, line.loud, line.text) == (process, loud, text)
+
+
+@pytest.mark.parametrize("dialect", [VLLM, SGLANG, LLAMACPP, LIBRARIES_ONLY])
+def test_lines_of_libraries_are_read_the_same_in_every_dialect(dialect: LogDialect) -> None:
     lines = read_lines(
-        "(Worker_TP1 pid=7) ERROR 11-29 14:06:34 [a.py:1] bad\n"
-        "(Worker_TP1 pid=7) WARNING 11-29 14:06:34 [a.py:1] hm\n"
-        "[2026-11-29 14:27:41 DP0 TP1] fine\n"
         "[rank1]: RuntimeError: x\n"
-        "0.00.283.373 I srv  llama_server: model loaded\n"
-        "0.00.283.373 E srv  start: bad\n"
         "[W1129 14:14:30.634843989 socket.cpp:207] [c10d] hm\n"
         "/venv/a.py:24: DeprecationWarning: old\n"
         "2026-11-29 14:14:55,832 - INFO - autotuner.py:651 - flashinfer.jit: fine\n"
-        "plain"
+        "INFO 11-29 14:06:34 [__init__.py:1] Automatically detected platform cuda.\n"
+        "ERROR:    Exception in ASGI application\n"
+        "plain",
+        dialect,
     )
     assert [(line.process, line.loud) for line in lines] == [
-        ("Worker_TP1 pid=7", True),
-        ("Worker_TP1 pid=7", False),
-        ("DP0 TP1", False),
         ("rank1", True),
         ("", False),
+        ("", False),
+        ("", False),
+        ("", False),
         ("", True),
-        ("", False),
-        ("", False),
-        ("", False),
         ("", True),
     ]
-    assert (lines[0].text, lines[2].text, lines[5].text) == ("bad", "fine", "srv  start: bad")
+    assert lines[5].text == "Exception in ASGI application"
+
+
+def test_a_line_without_prefix_belongs_to_the_message_before_it_where_a_message_has_one_prefix() -> None:
+    log = "[2026-11-29 14:27:41 TP1] Traceback (most recent call last):\n  File 'x'\n"
+    assert [line.process for line in read_lines(log, SGLANG)] == ["TP1", "TP1", "TP1"]
+    assert {line.process for line in read_lines(log, LIBRARIES_ONLY)} == {""}
 
 
 COMPILING = [
@@ -199,13 +221,19 @@ QUIET = [
 
 
 @pytest.mark.parametrize("line", COMPILING)
-def test_lines_that_tell_of_compiling(line: str) -> None:
-    assert len(compile_lines(f"{QUIET[3]}\n{line}\n{QUIET[3]}\n")) == 1
+def test_lines_that_report_compiling(line: str) -> None:
+    dialect = SGLANG if line.startswith("[2026") else VLLM
+    assert len(compile_lines(f"{QUIET[3]}\n{line}\n{QUIET[3]}\n", dialect)) == 1
+
+
+@pytest.mark.parametrize("line", [line for line in COMPILING if "TileLang" in line or "DeepGEMM" in line])
+def test_what_libraries_compile_is_seen_in_every_dialect(line: str) -> None:
+    assert all(compile_lines(line, dialect) for dialect in (VLLM, SGLANG, LLAMACPP, LIBRARIES_ONLY))
 
 
 @pytest.mark.parametrize("line", QUIET)
 def test_lines_that_only_speak_of_it(line: str) -> None:
-    assert compile_lines(line) == []
+    assert compile_lines(line, VLLM) == []
 
 
 def test_overridden_sampling_parameters_are_found() -> None:
@@ -213,4 +241,4 @@ def test_overridden_sampling_parameters_are_found() -> None:
         "(APIServer pid=8267) WARNING 11-29 14:17:18 [model.py:1546] Default vLLM sampling parameters have been "
         "overridden by the model's `generation_config.json`: `{'temperature': 0.0}`."
     )
-    assert override_lines(f"{QUIET[0]}\n{line}\n") == [line.partition("] ")[2]]
+    assert override_lines(f"{QUIET[0]}\n{line}\n", VLLM) == [line.partition("] ")[2]]

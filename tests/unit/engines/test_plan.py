@@ -17,7 +17,6 @@ from orchestrator.engines.flags import check_flags, flag_name, known_flags
 from orchestrator.errors import ConfigError
 from tests.support.paths import RECORDED
 
-TWO_DRAFTED = {"method": "dspark", "num_speculative_tokens": 2}
 PUBLISHED_VLLM = """--served-model-name dsv4-0731 --tokenizer-mode deepseek_v4 --trust-remote-code
 --distributed-executor-backend mp --tensor-parallel-size 2 --max-model-len 1048576 --max-num-batched-tokens 8192
 --max-num-seqs 1 --block-size 256 --gpu-memory-utilization 0.96 --kv-cache-dtype fp8 --disable-custom-all-reduce
@@ -68,7 +67,7 @@ def test_vllm_published_line_comes_out_flag_by_flag() -> None:
     start = ["vllm", "serve", "deepseek-ai/DeepSeek-V4-Flash-0731", "--host", "127.0.0.1", "--port", "8101"]
     assert list(made.argv) == [*start, *shlex.split(PUBLISHED_VLLM)]
     assert made.env == {"NCCL_P2P_DISABLE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    assert (made.parallel_size, made.speculation) == (2, Speculation(method="dspark", proposals=6))
+    assert (made.parallel_size, made.speculation) == (2, Speculation(method="dspark", family="dspark", proposals=6))
     assert (made.model_name, made.base_url) == ("dsv4-0731", "http://127.0.0.1:8101")
     assert (made.api_key_variable, made.api_key_flag) == ("VLLM_API_KEY", None)
 
@@ -97,7 +96,7 @@ def test_sglang_published_line_comes_out_flag_by_flag() -> None:
     )
     start = "python -m sglang.launch_server --model-path org/model --host 127.0.0.1 --port 8101 --enable-metrics"
     assert list(made.argv) == [*start.split(), "--served-model-name", "dsv4", *shlex.split(PUBLISHED_SGLANG)]
-    assert (made.parallel_size, made.speculation) == (2, Speculation(method="DSPARK", proposals=5))
+    assert (made.parallel_size, made.speculation) == (2, Speculation(method="DSPARK", family="dspark", proposals=5))
     assert (made.api_key_variable, made.api_key_flag) == (None, "--api-key")
 
 
@@ -109,7 +108,7 @@ def test_llamacpp_line() -> None:
         *start.split(),
         *["--ctx-size", "8192", "--flash-attn", "on", "--no-mmap", "--spec-type", "ngram-mod", "-ngl", "99"],
     ]
-    assert made.speculation == Speculation(method="ngram-mod", proposals=64)
+    assert made.speculation == Speculation(method="ngram-mod", family="ngram", proposals=64)
     assert made.api_key_variable == "LLAMA_API_KEY"
 
 
@@ -197,89 +196,10 @@ def test_parallel_size_that_is_no_number_is_a_config_error(value: object) -> Non
         plan("vllm", {"tensor-parallel-size": value})
 
 
-@pytest.mark.parametrize(
-    ("kind", "args", "proposals"),
-    [
-        ("vllm", {}, None),
-        ("vllm", {"speculative-config": None}, None),
-        ("vllm", {"speculative-config": '{"method": "ngram", "num_speculative_tokens": 4}'}, 4),
-        ("vllm", {"speculative_config.method": "mtp", "speculative_config.num_speculative_tokens": 3}, 3),
-        ("vllm", {"spec-method": "ngram", "spec-tokens": 2}, 2),
-        ("vllm", {"speculative-config": {"method": "ngram", "num_speculative_tokens": 0}}, None),
-        ("sglang", {}, None),
-        ("sglang", {"speculative-num-draft-tokens": 6}, None),
-        ("sglang", {"speculative-algorithm": "EAGLE", "speculative-num-draft-tokens": 6}, 5),
-        ("sglang", {"speculative-algorithm": "EAGLE", "speculative-num-steps": 3}, 3),
-        ("sglang", {"speculative-algorithm": "DSPARK", "speculative-dspark-block-size": 5}, 5),
-        ("sglang", {"speculative-algorithm": "NGRAM"}, 11),
-        ("llamacpp", {}, None),
-        ("llamacpp", {"spec-type": "none"}, None),
-        ("llamacpp", {"spec-type": "draft-dspark", "spec-draft-n-max": 5}, 5),
-        ("llamacpp", {"-md": "draft.gguf"}, 3),
-        ("llamacpp", {"spec-type": ["ngram-simple", "draft-mtp"]}, 48),
-    ],
-)
-def test_proposals_are_comparable_between_engines(kind: str, args: dict[str, Any], proposals: int | None) -> None:
-    found = plan(kind, args).speculation
-    assert (found.proposals if found else None) == proposals
-
-
-@pytest.mark.parametrize(
-    ("kind", "args", "method", "forgets"),
-    [
-        ("vllm", {}, None, False),
-        ("vllm", {"speculative-config": {"method": "dspark", "num_speculative_tokens": 6}}, "dspark", False),
-        ("vllm", {"spec-method": "ngram", "spec-tokens": 2}, "ngram", False),
-        ("sglang", {}, None, False),
-        ("sglang", {"speculative-algorithm": "none"}, None, False),
-        ("sglang", {"speculative-algorithm": "DSPARK"}, "DSPARK", False),
-        ("sglang", {"speculative-algorithm": "ngram"}, "NGRAM", True),
-        ("llamacpp", {"spec-type": "none"}, None, False),
-        ("llamacpp", {"-md": "draft.gguf"}, "draft-simple", False),
-        ("llamacpp", {"spec-type": ["ngram-simple", "draft-mtp"]}, "ngram-simple,draft-mtp", False),
-    ],
-)
-def test_the_method_is_told(kind: str, args: dict[str, Any], method: str | None, forgets: bool) -> None:
-    made = plan(kind, args).speculation
-    assert (made is None) == (method is None)
-    if made is not None:
-        assert (made.method, made.forget_path is not None) == (method, forgets)
-
-
-def test_speculation_without_a_number_is_told() -> None:
-    assert plan("vllm", {"speculative-config": {"method": "mtp"}}).warnings
-    assert plan("sglang", {"speculative-algorithm": "DSPARK"}).warnings
-    assert not plan("vllm", {"speculative-config": {"method": "mtp", "num_speculative_tokens": 1}}).warnings
-
-
 def test_false_that_sglang_cannot_be_told_is_a_warning() -> None:
     made = plan("sglang", {"enable-multimodal": False})
     assert rendered("sglang", {"enable-multimodal": False}) == []
     assert "--enable-multimodal" in made.warnings[0]
-
-
-@pytest.mark.parametrize(
-    ("kind", "args", "env", "is_synthetic"),
-    [
-        ("vllm", {"speculative-config": {**TWO_DRAFTED, "rejection_sample_method": "synthetic"}}, {}, True),
-        ("vllm", {"speculative-config": TWO_DRAFTED}, {}, False),
-        ("sglang", {"speculative-algorithm": "EAGLE"}, {"SGLANG_SIMULATE_ACC_LEN": "3.5"}, True),
-        ("sglang", {"speculative-algorithm": "EAGLE"}, {"SGLANG_SIMULATE_ACC_LEN": "-1"}, False),
-        ("llamacpp", {"spec-type": "ngram-mod", "spec-synth-len": 3.5}, {}, True),
-        ("llamacpp", {"spec-type": "ngram-mod", "spec-synth-rates": [0.9, 0.5]}, {}, True),
-        ("llamacpp", {"spec-type": "ngram-mod"}, {}, False),
-    ],
-)
-def test_synthetic_acceptance_is_seen(kind: str, args: dict[str, Any], env: dict[str, str], is_synthetic: bool) -> None:
-    found = plan(kind, args, env=env).speculation
-    assert found is not None
-    assert found.is_synthetic is is_synthetic
-
-
-@pytest.mark.parametrize("text", ["not json", "[1]"])
-def test_speculative_config_that_is_no_mapping_is_a_config_error(text: str) -> None:
-    with pytest.raises(ConfigError, match="speculative-config"):
-        plan("vllm", {"speculative-config": text})
 
 
 @pytest.mark.parametrize(
@@ -368,7 +288,7 @@ def test_unknown_flags_are_named_with_the_nearest(argv: list[str], complaints: l
     assert check_flags(argv, VLLM_HELP) == complaints
 
 
-def test_removed_flags_of_llamacpp_are_told_with_their_successor() -> None:
+def test_removed_flags_of_llamacpp_are_reported_with_their_successor() -> None:
     argv = plan("llamacpp", {"draft-max": 8, "flash-attn": True, "-ngl": 9, "ctx-siz": 1}).argv
     assert check_flags(argv, LLAMA_HELP) == [
         "--draft-max has been removed; use --spec-draft-n-max or --spec-ngram-mod-n-max",

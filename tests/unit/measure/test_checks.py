@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.config import Workload
+from orchestrator.engines import ENGINES
 from orchestrator.measure import checks
 from orchestrator.measure.checks import CHECKS, LEVELS, Check, judge, judge_among_peers
-from orchestrator.measure.checks_speculation import method_name
 from orchestrator.measure.evidence import Case, Evidence
 from orchestrator.measure.formulas import RequestTrace, Window
 from orchestrator.measure.metrics import measure_windows
@@ -64,8 +64,9 @@ SERVING = [
 
 
 @pytest.mark.parametrize("line", SERVING)
-def test_ordinary_lines_of_a_serving_engine_are_not_compiles(line):
-    assert "compile_in_window" not in judged(answered(), log=line)
+@pytest.mark.parametrize("kind", ENGINES)
+def test_ordinary_lines_of_a_serving_engine_are_not_compiles(line, kind):
+    assert "compile_in_window" not in judged(answered(), log=line, dialect=ENGINES[kind].log)
 
 
 def test_the_compile_lines_of_a_real_engine_are_found():
@@ -73,8 +74,10 @@ def test_the_compile_lines_of_a_real_engine_are_found():
     after_ready = log[log.index("Kernel JIT monitor activated") :]
     lines = [line for line in after_ready.splitlines() if re.search("JIT compilation during|begins to compile", line)]
     assert len(lines) > 2
-    assert all("compile_in_window" in judged(answered(), log=line) for line in lines)
-    assert "compile_in_window" not in judged(answered(), log=(RECORDED / "vllm_cpu_fail_bad_flag.log").read_text())
+    dialect = ENGINES["vllm"].log
+    assert all("compile_in_window" in judged(answered(), log=line, dialect=dialect) for line in lines)
+    usage = (RECORDED / "vllm_cpu_fail_bad_flag.log").read_text()
+    assert "compile_in_window" not in judged(answered(), log=usage, dialect=dialect)
 
 
 OVERRIDE = (
@@ -86,7 +89,8 @@ OVERRIDE = (
 def test_sampling_that_the_engine_changes_is_noted_wherever_its_log_says_so():
     windows = answered()
     for place in ("log_before", "log"):
-        verdict = judge(Workload(), measure_windows(windows), windows, Evidence(**{place: f"INFO up\n{OVERRIDE}\n"}))
+        evidence = Evidence(**{place: f"INFO up\n{OVERRIDE}\n"}, dialect=ENGINES["vllm"].log)
+        verdict = judge(Workload(), measure_windows(windows), windows, evidence)
         note = next(reason for reason in verdict.reasons if reason.code == "sampling_overridden")
         assert verdict.level is Level.VALID
         assert "'repetition_penalty': 1.05" in note.detail
@@ -134,25 +138,6 @@ def test_a_drafter_that_knows_the_answers_is_told_from_one_that_is_good(rates, r
     measurement = replace(measure_windows(windows, []), repeats={"acceptance_rate": rates})
     found = judge(Workload(), measurement, windows, Evidence())
     assert ("drafter_remembers" in {reason.code for reason in found.reasons}) is remembers
-
-
-@pytest.mark.parametrize(
-    ("spelling", "name"),
-    [
-        ("DSPARK", "dspark"),
-        ("draft-dspark", "dspark"),
-        ("NEXTN", "mtp"),
-        ("deepseek_mtp", "mtp"),
-        ("mtp", "mtp"),
-        ("STANDALONE", "draft_model"),
-        ("draft_model", "draft_model"),
-        ("draft-simple", "draft_model"),
-        ("ngram", "ngram"),
-        (None, ""),
-    ],
-)
-def test_one_name_for_a_method(spelling, name):
-    assert method_name(spelling) == name
 
 
 def test_reasons_add_up_to_the_worst_level(monkeypatch):

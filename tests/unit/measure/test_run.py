@@ -22,7 +22,8 @@ from orchestrator.outcome import Diagnosis, TrialStatus
 
 DIALECTS = ("vllm", "sglang", "llamacpp")
 DSPARK = ("--speculative-config", json.dumps({"method": "dspark", "num_speculative_tokens": 6}))
-SPECULATING = Surroundings(speculation=Speculation(proposals=6, method="dspark"))
+DRAFTED_BY_DSPARK = Speculation(proposals=6, method="dspark", family="dspark")
+SPECULATING = Surroundings(speculation=DRAFTED_BY_DSPARK)
 OVERRIDDEN = "WARNING Default vLLM sampling parameters have been overridden by the model's generation_config.json\n"
 METRICS_FLAGS = {"vllm": (), "sglang": ("--enable-metrics",), "llamacpp": ("--metrics",)}
 
@@ -193,7 +194,7 @@ def _fast(**behaviour) -> dict:
             DSPARK,
             {"collapse_after": 0},
             {},
-            {"speculation": Speculation(proposals=6, method="dspark")},
+            {"speculation": DRAFTED_BY_DSPARK},
         ),
         (
             "acceptance_collapse",
@@ -207,15 +208,21 @@ def _fast(**behaviour) -> dict:
             DSPARK,
             {"acceptance": [0.6, 0.4, 0.3, 0.2, 0.1, 0.1], "remembers": True},
             {"num_prompts": 4},
-            {"speculation": Speculation(proposals=6, method="suffix")},
+            {"speculation": Speculation(proposals=6, family="suffix")},
         ),
-        ("nothing_drafted", DSPARK, {"no_drafts": True}, {}, {"speculation": Speculation(proposals=6, method="ngram")}),
+        (
+            "nothing_drafted",
+            DSPARK,
+            {"no_drafts": True},
+            {},
+            {"speculation": Speculation(proposals=6, family="ngram")},
+        ),
         (
             "acceptance_collapse",
             DSPARK,
             {"no_drafts": True},
             {},
-            {"speculation": Speculation(proposals=6, method="dspark")},
+            {"speculation": DRAFTED_BY_DSPARK},
         ),
         ("few_repeats", (), _fast(), {"repeats": 2}, {}),
         (
@@ -230,7 +237,7 @@ def _fast(**behaviour) -> dict:
             DSPARK,
             {},
             {"kind": "tokens", "prompt_tokens": 50},
-            {"speculation": Speculation(proposals=6, method="dspark")},
+            {"speculation": DRAFTED_BY_DSPARK},
         ),
         ("ramp_and_drain", (), _fast(tokens_per_s=100.0), {"concurrency": 8, "num_prompts": 9}, {}),
         ("bunched_chunks", (), {"tokens_per_s": 200.0, "burst": 8}, {}, {}),
@@ -264,7 +271,13 @@ def test_a_code_is_earned(fake_engine, code, flags, behaviour, changes, surround
             {},
             {"speculation": Speculation(proposals=6, is_synthetic=True)},
         ),
-        ("acceptance_collapse", DSPARK, {}, {}, {"speculation": Speculation(proposals=6, method="dspark")}),
+        (
+            "acceptance_collapse",
+            DSPARK,
+            {},
+            {},
+            {"speculation": DRAFTED_BY_DSPARK},
+        ),
         (
             "drafter_remembers",
             DSPARK,
@@ -272,16 +285,22 @@ def test_a_code_is_earned(fake_engine, code, flags, behaviour, changes, surround
             {},
             {"speculation": Speculation(proposals=6)},
         ),
-        ("nothing_drafted", DSPARK, {}, {}, {"speculation": Speculation(proposals=6, method="ngram")}),
+        ("nothing_drafted", DSPARK, {}, {}, {"speculation": Speculation(proposals=6, family="ngram")}),
         (
             "nothing_drafted",
             DSPARK,
             {"no_drafts": True},
             {"output_tokens": 8},
-            {"speculation": Speculation(proposals=6, method="ngram")},
+            {"speculation": Speculation(proposals=6, family="ngram")},
         ),
         ("nothing_drafted", (), _fast(), {}, {}),
-        ("synthetic_acceptance", DSPARK, {}, {}, {"speculation": Speculation(proposals=6, method="dspark")}),
+        (
+            "synthetic_acceptance",
+            DSPARK,
+            {},
+            {},
+            {"speculation": DRAFTED_BY_DSPARK},
+        ),
         ("random_prompts", (), _fast(), {"kind": "tokens", "prompt_tokens": 50}, {}),
         ("sampling_overridden", (), _fast(), {}, {"log_text": lambda: "INFO started\n"}),
         ("ramp_and_drain", (), _fast(tokens_per_s=200.0), {"concurrency": 3, "num_prompts": 9}, {}),
