@@ -199,8 +199,8 @@ def _footnotes(trials: Sequence[TrialResult]) -> RenderableType:
     texts = {column: _metric_text(name) for column, name in _METRIC_OF.items() if column not in unused}
     notes = [f"{column}: {text}" for column, text in (texts | _OTHER_FOOTNOTES).items()]
     return Text(
-        "\n* the best.  + no other trial has both a higher decode rate and a lower TTFT.  Numbers are medians over "
-        "repeats, in brackets their 95% interval.  " + ".  ".join(notes) + ".",
+        "\n* the best.  + no other trial has both a higher decode rate and a lower TTFT.  Rates and times are medians "
+        "over repeats; behind the decode rate stands its 95% interval.  " + ".  ".join(notes) + ".",
         style="dim",
     )
 
