@@ -10,15 +10,14 @@ import subprocess
 import sys
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tests.support.fake.talk import FakeEngine
 from tests.support.paths import FAKE_ENGINE
 
 # A runner in the background, or under nohup, hands ignored signals on to every process that a test starts.
@@ -57,39 +56,6 @@ def engine_command() -> Callable[[str], list[str]]:
 def free_port() -> Callable[[], int]:
     """A loopback port that was free a moment ago."""
     return _free_port
-
-
-@dataclass(frozen=True, slots=True)
-class FakeEngine:
-    """A running stand-in. base_url has no /v1."""
-
-    base_url: str
-    port: int
-    model: str
-    process: subprocess.Popen[bytes]
-    log_path: Path
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    @property
-    def log(self) -> str:
-        return self.log_path.read_text(encoding="utf-8", errors="replace")
-
-    def get(self, path: str) -> str:
-        """Body of a GET. Raises urllib's HTTPError for a status of 400 and more."""
-        with urllib.request.urlopen(self.base_url + path, timeout=10) as answer:
-            return answer.read().decode()
-
-    def post(self, path: str, body: dict[str, Any], api_key: str | None = None) -> str:
-        """Whole body of a POST, streams included."""
-        headers = {"Content-Type": "application/json"}
-        if api_key:
-            headers["Authorization"] = f"Bearer {api_key}"
-        request = urllib.request.Request(self.base_url + path, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.read().decode()
 
 
 @pytest.fixture

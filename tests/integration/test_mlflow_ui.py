@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import urllib.parse
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +44,7 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     if not CHROMIUM.exists():
         pytest.fail(f"{CHROMIUM} is missing; install it with: apt-get install chromium")
     folder = tmp_path_factory.mktemp("ui")
@@ -73,14 +74,14 @@ def rendered(page: str, folder: Path, name: str) -> tuple[str, bytes]:
     return took.stdout.decode(), picture.read_bytes()
 
 
-def test_the_runs_table_lists_every_trial_fastest_first(site, tmp_path):
+def test_the_runs_table_lists_every_trial_fastest_first(site: Site, tmp_path: Path) -> None:
     dom, picture = rendered(tracking.runs_page(site.experiment, site.url), tmp_path, "runs")
     places = [dom.index(f">{name}<") for name in ("k=6", "k=5", "no-spec", "k=4")]
     assert places == sorted(places)
     assert picture.startswith(b"\x89PNG")
 
 
-def test_the_compare_page_shows_both_runs_their_params_and_metrics(site, tmp_path):
+def test_the_compare_page_shows_both_runs_their_params_and_metrics(site: Site, tmp_path: Path) -> None:
     chosen = {"runs": json.dumps([site.runs["k=5"], site.runs["k=6"]]), "experiments": '["1"]'}
     query = urllib.parse.urlencode(chosen, quote_via=urllib.parse.quote)
     dom, picture = rendered(f"{site.url}/#/compare-runs?{query}", tmp_path, "compare")
@@ -89,7 +90,7 @@ def test_the_compare_page_shows_both_runs_their_params_and_metrics(site, tmp_pat
     assert picture.startswith(b"\x89PNG")
 
 
-def test_the_page_of_a_failed_trial_says_why(site, tmp_path):
+def test_the_page_of_a_failed_trial_says_why(site: Site, tmp_path: Path) -> None:
     dom, _ = rendered(f"{site.url}/#/experiments/1/runs/{site.runs['k=4']}", tmp_path, "failed")
     for text in ("k_below_block_size", "below the checkpoint's block size 5", "num_speculative_tokens of 5 or more"):
         assert text in dom

@@ -25,6 +25,7 @@ from orchestrator.measure.verdict import Level
 from orchestrator.serving import service as serving
 from orchestrator.serving.head import Head, start_head, stop_head
 from tests.support import serving_bench as bench
+from tests.support.fake.talk import FakeEngine
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -403,7 +404,9 @@ def test_an_engine_that_has_no_room_is_refused(service: Callable[..., Experiment
         serving.promote(experiment)
 
 
-def test_a_port_that_is_taken_is_named(service: Callable[..., Experiment], fake_engine) -> None:
+def test_a_port_that_is_taken_is_named(
+    service: Callable[..., Experiment], fake_engine: Callable[..., FakeEngine]
+) -> None:
     experiment = service("taken")
     stranger = fake_engine("vllm")
     bench.record(experiment, bench.result(experiment, "taken"))

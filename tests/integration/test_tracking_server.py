@@ -21,7 +21,7 @@ from tests.support import recorded_results as made
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_a_server_that_goes_down_loses_nothing(tmp_path, capfd):
+def test_a_server_that_goes_down_loses_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     port = mlflow_server.free_port()
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{tmp_path}/server.db"]
     command += ["--artifacts-destination", str(tmp_path / "served"), "--host", "127.0.0.1"]
@@ -72,7 +72,7 @@ def test_a_server_that_goes_down_loses_nothing(tmp_path, capfd):
     assert (told.out, told.err) == ("", "")
 
 
-def test_a_server_that_is_not_there_is_told_before_anything_starts(tmp_path):
+def test_a_server_that_is_not_there_is_told_before_anything_starts(tmp_path: Path) -> None:
     gone = replace(made.experiment(tmp_path), tracking=Tracking(uri=f"http://127.0.0.1:{mlflow_server.free_port()}"))
     with pytest.raises(TrackingError, match="cannot be opened"):
         Tracker(gone)

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,7 @@ from orchestrator.measure.client import Target
 from orchestrator.measure.run import Stalled, Surroundings, WorkloadRun, appended, measure
 from orchestrator.measure.verdict import Level
 from orchestrator.outcome import Diagnosis, TrialStatus
+from tests.support.fake.talk import FakeEngine
 
 DIALECTS = ("vllm", "sglang", "llamacpp")
 DSPARK = ("--speculative-config", json.dumps({"method": "dspark", "num_speculative_tokens": 6}))
@@ -29,7 +32,11 @@ METRICS_FLAGS = {"vllm": (), "sglang": ("--enable-metrics",), "llamacpp": ("--me
 
 
 def measured(
-    engine, dialect: str = "vllm", surroundings: Surroundings | None = None, how=None, **changes
+    engine: FakeEngine,
+    dialect: str = "vllm",
+    surroundings: Surroundings | None = None,
+    how: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> WorkloadRun:
     workload = Workload(**{"num_prompts": 2, "output_tokens": 24, "repeats": 3, "stall_s": 20.0, **changes})
     target = Target(base_url=engine.base_url, model=engine.model)
@@ -47,7 +54,7 @@ def codes(run: WorkloadRun) -> set[str]:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_healthy_engine_is_valid_and_its_rates_are_true(fake_engine, dialect):
+def test_a_healthy_engine_is_valid_and_its_rates_are_true(fake_engine: Callable[..., FakeEngine], dialect: str) -> None:
     engine = fake_engine(dialect, *METRICS_FLAGS[dialect], tokens_per_s=200.0, ttft_s=0.1)
     run = measured(engine, dialect, output_tokens=60, num_prompts=3)
     assert run.verdict.level is Level.VALID, run.verdict
@@ -62,7 +69,7 @@ def test_a_healthy_engine_is_valid_and_its_rates_are_true(fake_engine, dialect):
     assert run.measurement.metrics["acceptance_rate"] is None
 
 
-def test_speculation_is_read_as_deltas_per_workload(fake_engine):
+def test_speculation_is_read_as_deltas_per_workload(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", *DSPARK, curve={"6": 500.0})
     run = measured(engine, surroundings=SPECULATING, output_tokens=120)
     assert run.verdict.level is Level.VALID, run.verdict
@@ -76,7 +83,7 @@ def test_speculation_is_read_as_deltas_per_workload(fake_engine):
     assert value(run, "acceptance_rate") == pytest.approx(sum(by_position) / 6, abs=0.05)
 
 
-def test_counters_of_the_past_do_not_matter(fake_engine):
+def test_counters_of_the_past_do_not_matter(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", *DSPARK, acceptance={"6": [0.9, 0.8, 0.7, 0.6, 0.5, 0.4]}, collapse_after=20)
     first = measured(engine, surroundings=SPECULATING, output_tokens=60, num_prompts=5, warmup=1)
     second = measured(engine, surroundings=SPECULATING, output_tokens=60, num_prompts=5, warmup=1)
@@ -85,7 +92,7 @@ def test_counters_of_the_past_do_not_matter(fake_engine):
     assert "acceptance_collapse" in codes(second) - codes(first)
 
 
-def test_repeats_do_not_measure_the_prefix_cache(fake_engine):
+def test_repeats_do_not_measure_the_prefix_cache(fake_engine: Callable[..., FakeEngine]) -> None:
     slow_prefill = {"prefill_tok_s": 2000.0, "tokens_per_s": 2000.0}
     run = measured(fake_engine("vllm", **slow_prefill), prompt_tokens=600)
     first, _, last = run.measurement.repeats["ttft_s"]
@@ -98,13 +105,13 @@ def test_repeats_do_not_measure_the_prefix_cache(fake_engine):
 
 
 @pytest.mark.parametrize("dialect", ["sglang", "llamacpp"])
-def test_cached_prompts_are_seen_on_every_engine(fake_engine, dialect):
+def test_cached_prompts_are_seen_on_every_engine(fake_engine: Callable[..., FakeEngine], dialect: str) -> None:
     engine = fake_engine(dialect, *METRICS_FLAGS[dialect])
     assert "prefix_cache_hits" not in codes(measured(engine, dialect, prompt_tokens=400))
     assert "prefix_cache_hits" in codes(measured(engine, dialect, prompt_tokens=400, nonce=False))
 
 
-def test_prompts_have_the_asked_length_and_the_real_one_is_told(fake_engine):
+def test_prompts_have_the_asked_length_and_the_real_one_is_told(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm")
     tokens = value(measured(engine, prompt_tokens=1000), "prompt_tokens")
     assert 1000 <= tokens <= 1040
@@ -112,13 +119,15 @@ def test_prompts_have_the_asked_length_and_the_real_one_is_told(fake_engine):
     assert value(measured(longer, prompt_tokens=1000), "prompt_tokens") == pytest.approx(1.03 * tokens, rel=0.01)
 
 
-def test_a_prompt_file_that_is_too_short_is_a_configuration_error(fake_engine, tmp_path):
+def test_a_prompt_file_that_is_too_short_is_a_configuration_error(
+    fake_engine: Callable[..., FakeEngine], tmp_path: Path
+) -> None:
     (tmp_path / "few.txt").write_text("A few words only.")
     with pytest.raises(ConfigError, match="holds only"):
         measured(fake_engine("vllm"), prompts=str(tmp_path / "few.txt"), prompt_tokens=500)
 
 
-def test_first_touch_is_the_cold_sample_and_not_in_the_tail(fake_engine):
+def test_first_touch_is_the_cold_sample_and_not_in_the_tail(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", first_touch_s=0.6, tokens_per_s=2000.0)
     around = Surroundings(log_text=lambda: engine.log)
     run = measured(engine, surroundings=around, prompt_tokens=900, prompt_tokens_spread=0.6, num_prompts=12)
@@ -128,7 +137,7 @@ def test_first_touch_is_the_cold_sample_and_not_in_the_tail(fake_engine):
     assert not codes(run) & {"first_touch_outlier", "compile_in_window"}
 
 
-def test_a_shape_that_warm_up_missed_is_flagged(fake_engine, tmp_path):
+def test_a_shape_that_warm_up_missed_is_flagged(fake_engine: Callable[..., FakeEngine], tmp_path: Path) -> None:
     # Both texts fall into one bucket of ours, and on two sides of a power of two for the engine.
     for index, tokens in enumerate((1000, 1022)):
         (tmp_path / f"{index}.txt").write_text("abc " * tokens)
@@ -140,7 +149,7 @@ def test_a_shape_that_warm_up_missed_is_flagged(fake_engine, tmp_path):
     assert run.verdict.level is Level.SUSPECT
 
 
-def test_without_warm_up_the_first_request_is_still_cold(fake_engine):
+def test_without_warm_up_the_first_request_is_still_cold(fake_engine: Callable[..., FakeEngine]) -> None:
     run = measured(fake_engine("vllm", first_touch_s=0.6, tokens_per_s=2000.0), warmup=0, num_prompts=1)
     assert max(run.measurement.cold.values()) > 0.6
     assert value(run, "ttft_max_s") < 0.4
@@ -167,7 +176,7 @@ def _busy_interpreter() -> Iterator[None]:
             thread.join()
 
 
-def test_a_client_that_is_late_says_so(fake_engine):
+def test_a_client_that_is_late_says_so(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", tokens_per_s=200.0)
     with _busy_interpreter():
         run = measured(engine, output_tokens=30, num_prompts=2)
@@ -176,7 +185,7 @@ def test_a_client_that_is_late_says_so(fake_engine):
     assert "client_late" not in codes(measured(engine, output_tokens=30, num_prompts=2))
 
 
-def _fast(**behaviour) -> dict:
+def _fast(**behaviour: Any) -> dict:
     return {"tokens_per_s": 2000.0, **behaviour}
 
 
@@ -245,7 +254,14 @@ def _fast(**behaviour) -> dict:
         ("sampling_overridden", (), _fast(), {}, {"log_text": lambda: OVERRIDDEN}),
     ],
 )
-def test_a_code_is_earned(fake_engine, code, flags, behaviour, changes, surroundings):
+def test_a_code_is_earned(
+    fake_engine: Callable[..., FakeEngine],
+    code: str,
+    flags: tuple[str, ...],
+    behaviour: dict[str, Any],
+    changes: dict[str, Any],
+    surroundings: dict[str, Any],
+) -> None:
     engine = fake_engine("vllm", *flags, **behaviour)
     run = measured(engine, surroundings=Surroundings(**surroundings), **changes)
     assert code in codes(run), run.verdict
@@ -306,13 +322,22 @@ def test_a_code_is_earned(fake_engine, code, flags, behaviour, changes, surround
         ("ramp_and_drain", (), _fast(tokens_per_s=200.0), {"concurrency": 3, "num_prompts": 9}, {}),
     ],
 )
-def test_a_code_is_not_earned(fake_engine, code, flags, behaviour, changes, surroundings):
+def test_a_code_is_not_earned(
+    fake_engine: Callable[..., FakeEngine],
+    code: str,
+    flags: tuple[str, ...],
+    behaviour: dict[str, Any],
+    changes: dict[str, Any],
+    surroundings: dict[str, Any],
+) -> None:
     engine = fake_engine("vllm", *flags, **behaviour)
     run = measured(engine, surroundings=Surroundings(**surroundings), **changes)
     assert code not in codes(run), run.verdict
 
 
-def test_a_drafter_that_learns_from_answers_forgets_them_between_repeats(fake_engine):
+def test_a_drafter_that_learns_from_answers_forgets_them_between_repeats(
+    fake_engine: Callable[..., FakeEngine],
+) -> None:
     flags = ("--enable-metrics", "--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "5")
     learning = {"acceptance": [0.5, 0.3, 0.2, 0.1], "remembers": True}
     around = Surroundings(speculation=Speculation(proposals=4, method="NGRAM"))
@@ -325,7 +350,7 @@ def test_a_drafter_that_learns_from_answers_forgets_them_between_repeats(fake_en
     assert value(kept, "acceptance_rate") > 0.8
 
 
-def test_failing_requests_do_not_make_an_engine_fast(fake_engine):
+def test_failing_requests_do_not_make_an_engine_fast(fake_engine: Callable[..., FakeEngine]) -> None:
     healthy = measured(fake_engine("vllm", tokens_per_s=200.0), num_prompts=5)
     failing = measured(fake_engine("vllm", tokens_per_s=200.0, faults={"error_object": 5}), num_prompts=5)
     assert value(failing, "error_rate") == pytest.approx(0.2)
@@ -333,7 +358,7 @@ def test_failing_requests_do_not_make_an_engine_fast(fake_engine):
     assert value(failing, "ttft_s") == pytest.approx(value(healthy, "ttft_s"), rel=0.5)
 
 
-def test_when_every_request_is_refused_there_is_no_number(fake_engine):
+def test_when_every_request_is_refused_there_is_no_number(fake_engine: Callable[..., FakeEngine]) -> None:
     run = measured(fake_engine("vllm", faults={"http_400": 1}))
     assert run.measurement.num_failed == run.measurement.num_requests == 6
     assert run.measurement.first_error
@@ -343,7 +368,7 @@ def test_when_every_request_is_refused_there_is_no_number(fake_engine):
     assert run.verdict.level is Level.INVALID
 
 
-def test_missing_counters_are_unknown_and_not_zero(fake_engine):
+def test_missing_counters_are_unknown_and_not_zero(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", *DSPARK, drop_metrics=["vllm:spec_decode_num_accepted_tokens_total"])
     run = measured(engine, surroundings=SPECULATING)
     assert run.measurement.metrics["acceptance_rate"] is None
@@ -353,7 +378,7 @@ def test_missing_counters_are_unknown_and_not_zero(fake_engine):
     assert value(blind, "decode_tok_s") > 0
 
 
-def test_a_stall_keeps_what_was_measured(fake_engine):
+def test_a_stall_keeps_what_was_measured(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", tokens_per_s=2000.0, hang={"after": 5, "seconds": 60})
     began = time.monotonic()
     with pytest.raises(Stalled, match=r"^w: request 0 had no token for 1 s$") as caught:
@@ -365,7 +390,7 @@ def test_a_stall_keeps_what_was_measured(fake_engine):
     assert len(caught.value.run.traces) == 5
 
 
-def test_a_stall_in_warm_up_is_one_too(fake_engine):
+def test_a_stall_in_warm_up_is_one_too(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", hang={"after": 0, "seconds": 60})
     with pytest.raises(Stalled, match="warm-up") as caught:
         measured(engine, stall_s=1.0)
@@ -373,7 +398,7 @@ def test_a_stall_in_warm_up_is_one_too(fake_engine):
     assert caught.value.run.traces == ()
 
 
-def test_an_engine_that_dies_is_the_callers_word(fake_engine):
+def test_an_engine_that_dies_is_the_callers_word(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", tokens_per_s=50.0, oom_after=4)
 
     def alive() -> None:
@@ -384,7 +409,7 @@ def test_an_engine_that_dies_is_the_callers_word(fake_engine):
         measured(engine, surroundings=Surroundings(check_alive=alive), num_prompts=4)
 
 
-def test_progress_counts_requests_and_a_repeat_can_be_the_last(fake_engine):
+def test_progress_counts_requests_and_a_repeat_can_be_the_last(fake_engine: Callable[..., FakeEngine]) -> None:
     steps: list[tuple[str, int, int]] = []
     seen: list[int] = []
     how: dict[str, Callable] = {
@@ -409,7 +434,9 @@ def test_progress_counts_requests_and_a_repeat_can_be_the_last(fake_engine):
         ({"warmup": 1, "request_rate": 50.0}, 3),
     ],
 )
-def test_warm_up_sends_what_it_should(fake_engine, tmp_path, changes, warm):
+def test_warm_up_sends_what_it_should(
+    fake_engine: Callable[..., FakeEngine], tmp_path: Path, changes: dict[str, Any], warm: int
+) -> None:
     record = tmp_path / "requests"
     engine = fake_engine("vllm", tokens_per_s=2000.0, record_requests=str(record))
     (tmp_path / "texts").mkdir()
@@ -422,8 +449,10 @@ def test_warm_up_sends_what_it_should(fake_engine, tmp_path, changes, warm):
     assert len(run.traces) == 2
 
 
-def test_a_seeded_nonce_repeats_the_prompts_and_only_then(fake_engine, tmp_path):
-    def fronts(name: str, **how) -> list[str]:
+def test_a_seeded_nonce_repeats_the_prompts_and_only_then(
+    fake_engine: Callable[..., FakeEngine], tmp_path: Path
+) -> None:
+    def fronts(name: str, **how: Any) -> list[str]:
         record = tmp_path / name
         engine = fake_engine("vllm", tokens_per_s=2000.0, record_requests=str(record))
         measured(engine, how=how)
@@ -434,7 +463,7 @@ def test_a_seeded_nonce_repeats_the_prompts_and_only_then(fake_engine, tmp_path)
     assert [json.loads(x)["prompt"] for x in first] != [json.loads(x)["prompt"] for x in third]
 
 
-def test_a_log_is_read_from_where_it_was():
+def test_a_log_is_read_from_where_it_was() -> None:
     assert appended("a\nb\n", "a\nb\nc\n") == "c\n"
     assert appended("a\nb\n", "b\nc\n") == "c\n"
     assert appended("", "x") == "x"

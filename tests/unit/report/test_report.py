@@ -7,12 +7,13 @@ import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from orchestrator import report
-from orchestrator.config import Workload
+from orchestrator.config import Experiment, Workload
 from orchestrator.engines.base import Speculation
 from orchestrator.measure.metrics import MEMORY_METRICS, METRICS, Quantity
 from orchestrator.measure.verdict import Level
@@ -25,12 +26,12 @@ REFERENCES = ROOT / "experiments" / "reference"
 
 
 @pytest.fixture
-def experiment(tmp_path):
+def experiment(tmp_path: Path) -> Experiment:
     return made.experiment(tmp_path)
 
 
 @pytest.fixture
-def sweep(experiment, tmp_path):
+def sweep(experiment: Experiment, tmp_path: Path) -> list[Recorded]:
     """The published sweep as results of ours: no speculation, k=4 refused, k=5 and k=6."""
     base = 92.9
     found = []
@@ -48,7 +49,7 @@ class Pipe(io.StringIO):
         return False
 
 
-def printed(table, width: int | None = None) -> str:
+def printed(table: RenderableType, width: int | None = None) -> str:
     stream = Pipe()
     console = Console(file=stream, width=width, highlight=False) if width else report.people_console(stream)
     console.print(table)
@@ -62,7 +63,7 @@ def row(text: str, name: str) -> list[str]:
     return found[0].split()
 
 
-def test_the_document_has_exactly_the_contract_s_keys(experiment, sweep):
+def test_the_document_has_exactly_the_contract_s_keys(experiment: Experiment, sweep: list[Recorded]) -> None:
     document = report.document(experiment, sweep, sweep[3].result)
     assert set(document) == {"experiment", "trials", "best"}
     assert document["best"] == {"name": "k=6", "run_id": "run6"}
@@ -79,14 +80,14 @@ def test_the_document_has_exactly_the_contract_s_keys(experiment, sweep):
     assert json.loads(json.dumps(document, allow_nan=False)) == document
 
 
-def test_a_document_without_a_best_and_without_a_store(experiment, sweep):
+def test_a_document_without_a_best_and_without_a_store(experiment: Experiment, sweep: list[Recorded]) -> None:
     unrecorded = [replace(sweep[1], run_id=None)]
     document = report.document(experiment, unrecorded, None)
     assert document["best"] is None
     assert document["trials"][0]["run_id"] is None
 
 
-def test_a_document_is_strict_json_whatever_the_numbers(experiment, sweep):
+def test_a_document_is_strict_json_whatever_the_numbers(experiment: Experiment, sweep: list[Recorded]) -> None:
     odd = made.measurement(
         100.0, 6, ttft_s=Quantity(value=math.nan), e2e_s=Quantity(value=1.0, low=-math.inf, high=math.nan)
     )
@@ -99,7 +100,7 @@ def test_a_document_is_strict_json_whatever_the_numbers(experiment, sweep):
     assert numbers["acceptance_by_position"] is None
 
 
-def test_the_best_is_found_though_it_got_campaign_metrics(experiment, sweep):
+def test_the_best_is_found_though_it_got_campaign_metrics(experiment: Experiment, sweep: list[Recorded]) -> None:
     best = made.judged(sweep[3].result, Level.VALID, "synthetic_acceptance")
     assert report.document(experiment, sweep, best)["best"] == {"name": "k=6", "run_id": "run6"}
     again = replace(sweep[3].result, workdir="elsewhere")
@@ -107,7 +108,9 @@ def test_the_best_is_found_though_it_got_campaign_metrics(experiment, sweep):
 
 
 @pytest.mark.parametrize("width", [100, None])
-def test_the_table_tells_everything_in_a_hundred_columns_and_in_a_pipe(experiment, sweep, width):
+def test_the_table_tells_everything_in_a_hundred_columns_and_in_a_pipe(
+    experiment: Experiment, sweep: list[Recorded], width: int | None
+) -> None:
     text = printed(report.campaign_table(experiment, sweep, sweep[3].result), width)
     assert " ".join(row(text, "k=6")) == "* k=6 complete 275.9 (274.5-277.3) 0.941 0.71 3.20 93.2 2.97x valid 15"
     assert " ".join(row(text, "k=5")) == "k=5 complete 268.2 (266.9-269.5) 0.941 0.71 3.20 93.2 2.89x valid 15"
@@ -125,14 +128,14 @@ def test_the_table_tells_everything_in_a_hundred_columns_and_in_a_pipe(experimen
     assert "RSS GiB" not in said
 
 
-def test_a_narrow_terminal_folds_and_cuts_nothing(experiment, sweep):
+def test_a_narrow_terminal_folds_and_cuts_nothing(experiment: Experiment, sweep: list[Recorded]) -> None:
     text = printed(report.campaign_table(experiment, sweep, sweep[3].result), 50)
     assert "…" not in text
     assert "275" in text
     assert max(map(len, text.splitlines())) <= 50
 
 
-def test_the_numbers_of_the_table_are_those_of_the_document(experiment, sweep):
+def test_the_numbers_of_the_table_are_those_of_the_document(experiment: Experiment, sweep: list[Recorded]) -> None:
     text = printed(report.campaign_table(experiment, sweep, sweep[3].result))
     for trial in report.document(experiment, sweep, sweep[3].result)["trials"]:
         if numbers := trial["measurements"].get(made.WORKLOAD):
@@ -141,13 +144,13 @@ def test_the_numbers_of_the_table_are_those_of_the_document(experiment, sweep):
             assert shown in " ".join(row(text, trial["name"]))
 
 
-def test_without_a_best_nothing_is_marked(experiment, sweep):
+def test_without_a_best_nothing_is_marked(experiment: Experiment, sweep: list[Recorded]) -> None:
     text = printed(report.campaign_table(experiment, sweep[1:2], None))
     assert not any(line.startswith("* k=") for line in text.splitlines())
     assert "k=4" in text
 
 
-def test_trials_that_none_beats_in_rate_and_latency_are_marked(experiment, tmp_path):
+def test_trials_that_none_beats_in_rate_and_latency_are_marked(experiment: Experiment, tmp_path: Path) -> None:
     found = []
     for k, decode, ttft in [(5, 268.2, 0.5), (6, 275.9, 0.9), (7, 262.2, 0.8)]:
         measurement = made.measurement(decode, k, ttft_s=Quantity(value=ttft, n=5))
@@ -157,7 +160,9 @@ def test_trials_that_none_beats_in_rate_and_latency_are_marked(experiment, tmp_p
     assert [row(text, name)[0] for name in ("k=5", "k=6", "k=7")] == ["+", "*", "k=7"]
 
 
-def test_only_params_that_differ_and_that_no_name_says_are_columns(experiment, sweep, tmp_path):
+def test_only_params_that_differ_and_that_no_name_says_are_columns(
+    experiment: Experiment, sweep: list[Recorded], tmp_path: Path
+) -> None:
     text = printed(report.campaign_table(experiment, sweep, None))
     assert "num_speculative_tokens " not in text.splitlines()[1]
     named = []
@@ -171,7 +176,7 @@ def test_only_params_that_differ_and_that_no_name_says_are_columns(experiment, s
     assert row(text, "long")[:2] == ["long", "65536"]
 
 
-def test_params_that_end_alike_are_told_apart(experiment, tmp_path):
+def test_params_that_end_alike_are_told_apart(experiment: Experiment, tmp_path: Path) -> None:
     named = []
     for name, a, b in [("x", 1, 2), ("y", 3, 4)]:
         params = {"engine.args.draft.max-len": a, "engine.args.target.max-len": b}
@@ -182,7 +187,7 @@ def test_params_that_end_alike_are_told_apart(experiment, tmp_path):
     assert "target.max-len" in header
 
 
-def test_every_workload_has_its_table_the_objective_s_first(experiment, tmp_path):
+def test_every_workload_has_its_table_the_objective_s_first(experiment: Experiment, tmp_path: Path) -> None:
     workloads = {"story-chat": Workload(), made.WORKLOAD: Workload()}
     experiment = replace(experiment, workloads=workloads)
     both = {"story-chat": made.measurement(156.2, 6), made.WORKLOAD: made.measurement(275.9, 6)}
@@ -193,14 +198,14 @@ def test_every_workload_has_its_table_the_objective_s_first(experiment, tmp_path
     assert len(re.findall(r"^  k=4 ", text, re.MULTILINE)) == 1
 
 
-def test_doubts_about_a_number_are_told_below_the_table(experiment, sweep):
+def test_doubts_about_a_number_are_told_below_the_table(experiment: Experiment, sweep: list[Recorded]) -> None:
     suspect = made.judged(sweep[3].result, Level.SUSPECT, "first_touch_outlier")
     text = printed(report.campaign_table(experiment, [Recorded(result=suspect)], None))
     assert "suspect" in row(text, "k=6")
     assert f"k=6: {made.WORKLOAD}: suspect: first_touch_outlier: first_touch_outlier was seen" in text
 
 
-def test_host_memory_where_there_is_no_gpu(experiment, tmp_path):
+def test_host_memory_where_there_is_no_gpu(experiment: Experiment, tmp_path: Path) -> None:
     memory = {"host_rss_peak_gib": Fact(value=3.61, source="process tree")}
     result = made.result(experiment, 6, 185.0, tmp_path, memory=memory)
     text = printed(report.campaign_table(experiment, [Recorded(result=result)], result))
@@ -209,14 +214,14 @@ def test_host_memory_where_there_is_no_gpu(experiment, tmp_path):
     assert "3.61" in row(text, "k=6")
 
 
-def test_unknown_memory_is_not_zero(experiment, tmp_path):
+def test_unknown_memory_is_not_zero(experiment: Experiment, tmp_path: Path) -> None:
     result = made.result(experiment, 6, 185.0, tmp_path, memory={})
     text = printed(report.campaign_table(experiment, [Recorded(result=result)], result))
     assert row(text, "k=6")[-2:] == ["valid", "15"]
     assert "GiB" not in text.splitlines()[1], "a column in which nobody has a value is left out"
 
 
-def test_markup_in_names_and_logs_is_text(experiment, tmp_path):
+def test_markup_in_names_and_logs_is_text(experiment: Experiment, tmp_path: Path) -> None:
     spec = made.spec(experiment, 6, name="[bold]k=6[/x]")
     result = made.result(experiment, 6, None, tmp_path, spec=spec, reason="[red] at [/usr/lib]")
     text = printed(report.campaign_table(experiment, [Recorded(result=result)], None))
@@ -224,7 +229,7 @@ def test_markup_in_names_and_logs_is_text(experiment, tmp_path):
     assert "[red] at [/usr/lib]" in text
 
 
-def test_an_ascii_terminal_is_enough(experiment, sweep):
+def test_an_ascii_terminal_is_enough(experiment: Experiment, sweep: list[Recorded]) -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     report.people_console(stream).print(report.campaign_table(experiment, sweep, sweep[3].result))
     report.people_console(stream).print(report.compare(sweep[2], sweep[3]).table())
@@ -232,7 +237,7 @@ def test_an_ascii_terminal_is_enough(experiment, sweep):
     assert b"275.9" in stream.buffer.getvalue()
 
 
-def test_a_comparison_tells_a_real_difference_from_noise(experiment, tmp_path):
+def test_a_comparison_tells_a_real_difference_from_noise(experiment: Experiment, tmp_path: Path) -> None:
     def run(name: str, decode: float, noise: float) -> Recorded:
         measurement = made.measurement(decode, 6, noise=noise)
         spec = made.spec(experiment, 6, name=name)
@@ -253,7 +258,7 @@ def test_a_comparison_tells_a_real_difference_from_noise(experiment, tmp_path):
     assert line.split()[-1] == "yes"
 
 
-def test_a_comparison_names_what_differs_and_only_that(experiment, sweep):
+def test_a_comparison_names_what_differs_and_only_that(experiment: Experiment, sweep: list[Recorded]) -> None:
     other = dict(sweep[3].result.provenance) | {"engine_version": "0.27.0", "hostname": "node2", "driver": "580.1"}
     changed = replace(sweep[3], result=replace(sweep[3].result, provenance=other))
     document = report.compare(sweep[2], changed).document()
@@ -271,7 +276,9 @@ def test_a_comparison_names_what_differs_and_only_that(experiment, sweep):
         assert part in text
 
 
-def test_a_comparison_warns_of_what_cannot_be_compared(experiment, sweep, tmp_path):
+def test_a_comparison_warns_of_what_cannot_be_compared(
+    experiment: Experiment, sweep: list[Recorded], tmp_path: Path
+) -> None:
     synthetic = made.judged(
         replace(sweep[3].result, speculation=Speculation(proposals=6, is_synthetic=True)),
         Level.SUSPECT,
@@ -284,14 +291,14 @@ def test_a_comparison_warns_of_what_cannot_be_compared(experiment, sweep, tmp_pa
         assert part in notes
 
 
-def test_a_failed_run_can_be_compared(experiment, sweep):
+def test_a_failed_run_can_be_compared(experiment: Experiment, sweep: list[Recorded]) -> None:
     document = report.compare(sweep[1], sweep[3]).document()
     found = document["measurements"][made.WORKLOAD]["decode_tok_s"]
     assert (found["a"], found["ratio"], found["differs"]) == (None, None, None)
     assert "275.9" in printed(report.compare(sweep[1], sweep[3]).table())
 
 
-def with_references(experiment, tmp_path):
+def with_references(experiment: Experiment, tmp_path: Path) -> Experiment:
     folder = tmp_path / "experiments" / "reference"
     folder.mkdir(parents=True)
     for path in REFERENCES.glob("*.csv"):
@@ -299,7 +306,7 @@ def with_references(experiment, tmp_path):
     return replace(experiment, engine=replace(experiment.engine, root=str(tmp_path)))
 
 
-def test_published_numbers_stand_beside_ours(experiment, sweep, tmp_path):
+def test_published_numbers_stand_beside_ours(experiment: Experiment, sweep: list[Recorded], tmp_path: Path) -> None:
     experiment = with_references(experiment, tmp_path)
     document = report.reference_document(experiment, sweep)
     rows = {(r["num_speculative_tokens"], r["metric"]): r for r in document["rows"]}
@@ -319,7 +326,7 @@ def test_published_numbers_stand_beside_ours(experiment, sweep, tmp_path):
     assert any("7 " in line and "not run" in line for line in text.splitlines())
 
 
-def test_a_published_table_with_several_checkpoints(experiment, tmp_path):
+def test_a_published_table_with_several_checkpoints(experiment: Experiment, tmp_path: Path) -> None:
     experiment = replace(with_references(experiment, tmp_path), name="mtp-depth")
     measurement = made.measurement(220.0, 3, output_tok_s=Quantity(value=193.0, n=3))
     result = made.result(experiment, 3, 220.0, tmp_path, measurements={made.WORKLOAD: measurement})
@@ -330,7 +337,7 @@ def test_a_published_table_with_several_checkpoints(experiment, tmp_path):
     assert rate["ratio"] == pytest.approx(0.71 / 0.711)
 
 
-def test_columns_of_the_other_engine_are_not_ours(experiment, tmp_path):
+def test_columns_of_the_other_engine_are_not_ours(experiment: Experiment, tmp_path: Path) -> None:
     experiment = replace(with_references(experiment, tmp_path), name="vllm-vs-sglang")
     engine = replace(experiment.engine, kind="sglang")
     result = made.result(experiment, 5, 317.0, tmp_path)
@@ -339,13 +346,13 @@ def test_columns_of_the_other_engine_are_not_ours(experiment, tmp_path):
     assert [r["trial"] for r in rows] == ["k=5", None]
 
 
-def test_an_experiment_that_nobody_published(experiment, sweep):
+def test_an_experiment_that_nobody_published(experiment: Experiment, sweep: list[Recorded]) -> None:
     unknown = replace(experiment, name="mine")
     assert report.reference_document(unknown, sweep) is None
     assert "no published numbers named mine" in printed(report.reference_table(unknown, sweep))
 
 
-def test_a_plain_table_and_the_metrics_of_a_bench(experiment, sweep):
+def test_a_plain_table_and_the_metrics_of_a_bench(experiment: Experiment, sweep: list[Recorded]) -> None:
     text = printed(report.plain_table(["check", "", "detail"], [["gpus", "FAILS", "[none] found"]]))
     assert text.splitlines()[1].split() == ["gpus", "FAILS", "[none]", "found"]
     text = printed(report.measurements_table(sweep[3].result.measurements))
@@ -353,7 +360,7 @@ def test_a_plain_table_and_the_metrics_of_a_bench(experiment, sweep):
     assert "prefill_tok_s" not in text
 
 
-def test_a_pruned_trial_keeps_its_numbers(experiment, sweep):
+def test_a_pruned_trial_keeps_its_numbers(experiment: Experiment, sweep: list[Recorded]) -> None:
     pruned = replace(sweep[2].result, status=TrialStatus.PRUNED, cause="clearly_worse")
     text = printed(report.campaign_table(experiment, [Recorded(result=pruned)], None))
     assert row(text, "k=5")[1:3] == ["pruned", "268.2"]

@@ -20,6 +20,7 @@ from orchestrator.engines.exposition import read_page
 from orchestrator.serving.forward import Backend, Limits
 from orchestrator.serving.metrics_page import merge_pages
 from orchestrator.serving.relay import Closed, Relay, digest
+from tests.support.fake.talk import FakeEngine
 
 Script = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -68,7 +69,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         await asyncio.sleep(0.02)
 
 
-def test_an_engine_that_closes_after_each_stream_loses_no_request(fake_engine) -> None:
+def test_an_engine_that_closes_after_each_stream_loses_no_request(fake_engine: Callable[..., FakeEngine]) -> None:
     """llama.cpp promises to keep the connection and closes it: what follows at once must not meet that."""
     engine = fake_engine("llamacpp", "--alias", "m", tokens_per_s=2000.0, ttft_s=0.0)
     body = {"model": "m", "prompt": "a", "max_tokens": 4, "stream": True, "ignore_eos": True}
@@ -440,7 +441,7 @@ def test_curls_expectation_is_answered() -> None:
     asyncio.run(run())
 
 
-def test_clients_that_leave_are_noticed_by_the_engine_at_every_moment(fake_engine) -> None:
+def test_clients_that_leave_are_noticed_by_the_engine_at_every_moment(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", tokens_per_s=20.0, ttft_s=0.3)
     body = json.dumps({"model": engine.model, "prompt": "once", "max_tokens": 500, "stream": True}).encode()
     request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
@@ -477,7 +478,7 @@ def test_clients_that_leave_are_noticed_by_the_engine_at_every_moment(fake_engin
     asyncio.run(run())
 
 
-def test_a_killed_engine_in_the_middle_of_a_stream(fake_engine) -> None:
+def test_a_killed_engine_in_the_middle_of_a_stream(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", tokens_per_s=20.0)
     body = {"model": engine.model, "prompt": "once", "max_tokens": 500, "stream": True}
 

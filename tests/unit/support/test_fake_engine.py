@@ -9,8 +9,10 @@ import socket
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -27,6 +29,7 @@ from tests.support.fake.generation import Job
 from tests.support.fake.model import Pace, PrefixCache
 from tests.support.fake.talk import (
     DSPARK_6,
+    FakeEngine,
     ask,
     chat,
     counters,
@@ -49,7 +52,7 @@ SPEC_FLAGS = {
 }
 
 
-def test_every_key_is_documented():
+def test_every_key_is_documented() -> None:
     program = FAKE_ENGINE.read_text(encoding="utf-8").split('"""')[1]
     documented = set(re.findall(r"^  ([a-z0-9_]+) +\S", program, re.M))
     assert documented == {field.name for field in fields(Behaviour)}
@@ -59,7 +62,7 @@ def test_every_key_is_documented():
 
 
 @pytest.mark.parametrize("continuous", [False, True])
-def test_vllm_chat_stream_has_the_recorded_shape(fake_engine, continuous):
+def test_vllm_chat_stream_has_the_recorded_shape(fake_engine: Callable[..., FakeEngine], continuous: bool) -> None:
     engine = fake_engine("vllm", *DSPARK_6, eos_tokens=30)
     options = {"include_usage": True, "continuous_usage_stats": continuous}
     got = ask(engine, chat(engine, stream_options=options))
@@ -80,7 +83,7 @@ def test_vllm_chat_stream_has_the_recorded_shape(fake_engine, continuous):
         assert running[-1] == 30
 
 
-def test_llama_chat_stream_has_the_recorded_shape(fake_engine):
+def test_llama_chat_stream_has_the_recorded_shape(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("llamacpp", *SPEC_FLAGS["llamacpp"])
     ours = events(ask(engine, chat(engine, tokens=12)))
     want = events((RECORDED / "llama_sse_ngram.txt").read_text(encoding="utf-8"))
@@ -91,7 +94,7 @@ def test_llama_chat_stream_has_the_recorded_shape(fake_engine):
     assert ours[-1]["timings"]["draft_n_accepted"] == counters(engine)["spec_decode_num_accepted_tokens_total"]
 
 
-def test_vllm_http_errors_are_the_recorded_ones(fake_engine):
+def test_vllm_http_errors_are_the_recorded_ones(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", "--served-model-name", "smol", "--max-model-len", "2048")
     recorded = json.loads((RECORDED / "vllm_cpu_http_errors.json").read_text(encoding="utf-8"))
     wrong = {"unknown_model": {"model": "nope"}, "too_long": {"model": "smol", "max_tokens": 99999}}
@@ -102,7 +105,7 @@ def test_vllm_http_errors_are_the_recorded_ones(fake_engine):
         assert json.loads(error.value.read()) == json.loads(recorded[case]["body"])
 
 
-def test_vllm_metrics_page_has_the_recorded_families(fake_engine):
+def test_vllm_metrics_page_has_the_recorded_families(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", *DSPARK_6, "--served-model-name", 'org/a "model"')
     got = {f.name: f for f in text_string_to_metric_families(engine.get("/metrics"))}
     recorded = (RECORDED / "vllm026_h200_dsv4_metrics.txt").read_text(encoding="utf-8")
@@ -115,7 +118,7 @@ def test_vllm_metrics_page_has_the_recorded_families(fake_engine):
     assert got["process_start_time_seconds"].samples[0].value == pytest.approx(time.time(), abs=30)
 
 
-def test_llama_metrics_page_has_the_recorded_families(fake_engine):
+def test_llama_metrics_page_has_the_recorded_families(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("llamacpp", "--metrics", "--spec-type", "ngram-mod", "--spec-ngram-mod-n-max", "8")
     want = (RECORDED / "llama_ngmod_metrics.txt").read_text(encoding="utf-8")
     assert re.sub(r" [\d.e+-]+$", "", engine.get("/metrics"), flags=re.M) == re.sub(
@@ -123,13 +126,13 @@ def test_llama_metrics_page_has_the_recorded_families(fake_engine):
     )
 
 
-def test_metrics_must_be_asked_for(fake_engine):
+def test_metrics_must_be_asked_for(fake_engine: Callable[..., FakeEngine]) -> None:
     for dialect, refusal in (("sglang", 404), ("llamacpp", 501)):
         assert status(fake_engine(dialect), "/metrics") == refusal
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_start_prints_the_lines_that_are_parsed(fake_engine, dialect):
+def test_start_prints_the_lines_that_are_parsed(fake_engine: Callable[..., FakeEngine], dialect: str) -> None:
     engine = fake_engine(dialect, *SPEC_FLAGS[dialect], draft_warnings=True)
     lines = {
         "vllm": [
@@ -158,7 +161,7 @@ def test_start_prints_the_lines_that_are_parsed(fake_engine, dialect):
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_counters_tell_what_was_served(fake_engine, dialect):
+def test_counters_tell_what_was_served(fake_engine: Callable[..., FakeEngine], dialect: str) -> None:
     engine = fake_engine(dialect, *SPEC_FLAGS[dialect])
     usages = [events(ask(engine, chat(engine, f"{i} bottles", tokens=60)))[-1]["usage"] for i in range(3)]
     prompt = sum(u["prompt_tokens"] for u in usages)
@@ -187,7 +190,7 @@ def test_counters_tell_what_was_served(fake_engine, dialect):
 
 
 @pytest.mark.parametrize(("k", "speed"), [(0, 100.0), (6, 287.8)])
-def test_decode_speed_is_the_one_that_was_set(fake_engine, k, speed):
+def test_decode_speed_is_the_one_that_was_set(fake_engine: Callable[..., FakeEngine], k: int, speed: float) -> None:
     flags = DSPARK_6 if k else ()
     engine = fake_engine("vllm", *flags, tokens_per_s=100)
 
@@ -198,7 +201,7 @@ def test_decode_speed_is_the_one_that_was_set(fake_engine, k, speed):
     assert nearest(speed, measure) == pytest.approx(speed, rel=0.03)
 
 
-def test_curve_and_prefill_are_exact(fake_engine):
+def test_curve_and_prefill_are_exact(fake_engine: Callable[..., FakeEngine]) -> None:
     flags = (*DSPARK_6, "--no-enable-prefix-caching")
     engine = fake_engine("vllm", *flags, curve={"6": 400}, ttft_s=0.1, prefill_tok_s=10_000)
     runs = [timed(engine, chat(engine, "x" * 8000, tokens=200)) for _ in range(3)]
@@ -208,7 +211,7 @@ def test_curve_and_prefill_are_exact(fake_engine):
     assert nearest(400, lambda: next(speeds)) == pytest.approx(400, rel=0.03)
 
 
-def test_speed_over_k_has_one_maximum_inside_the_range():
+def test_speed_over_k_has_one_maximum_inside_the_range() -> None:
     def speed(k: int) -> float:
         config = ["--speculative-config", json.dumps({"method": "dspark", "num_speculative_tokens": k})] if k else []
         launch = parse(["vllm", "m", *config], Behaviour())
@@ -222,7 +225,7 @@ def test_speed_over_k_has_one_maximum_inside_the_range():
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 63, 199, 1023])
-def test_every_length_and_phase_has_the_same_speed(num_tokens):
+def test_every_length_and_phase_has_the_same_speed(num_tokens: int) -> None:
     launch = parse(["vllm", "m", *DSPARK_6], Behaviour())
     pace = Pace(launch, Behaviour(curve={"6": 400.0}))
     for phase in (0.0, 0.123, 0.5, 0.999):
@@ -233,7 +236,7 @@ def test_every_length_and_phase_has_the_same_speed(num_tokens):
             assert step_s == pytest.approx(pace.step_s, rel=0.02)
 
 
-def test_sixty_four_streams_keep_their_schedule(fake_engine):
+def test_sixty_four_streams_keep_their_schedule(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", tokens_per_s=80)
 
     async def one(session: aiohttp.ClientSession, number: int) -> float:
@@ -255,7 +258,7 @@ def test_sixty_four_streams_keep_their_schedule(fake_engine):
     assert max(tpots) < 1.05 / 80
 
 
-def test_a_batch_may_be_slower_and_a_full_one_queues(fake_engine):
+def test_a_batch_may_be_slower_and_a_full_one_queues(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", "--max-num-seqs", "2", tokens_per_s=200, batch_cost=0.5, ttft_s=0)
 
     async def wall(streams: int) -> float:
@@ -279,7 +282,9 @@ HITS = {"vllm": "prefix_cache_hits_total", "sglang": "cached_tokens_total", "lla
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_prompt_seen_before_is_answered_fast_and_counted(fake_engine, dialect):
+def test_a_prompt_seen_before_is_answered_fast_and_counted(
+    fake_engine: Callable[..., FakeEngine], dialect: str
+) -> None:
     metrics = {"vllm": (), "sglang": ("--enable-metrics",), "llamacpp": ("--metrics",)}[dialect]
     for flags, hit in ((metrics, True), ((*metrics, OFF[dialect]), False)):
         engine = fake_engine(dialect, *flags, ttft_s=0.01, prefill_tok_s=4000)
@@ -292,7 +297,7 @@ def test_a_prompt_seen_before_is_answered_fast_and_counted(fake_engine, dialect)
         assert (counters(engine)[HITS[dialect]] > 900) is hit
 
 
-def test_only_leading_whole_blocks_hit():
+def test_only_leading_whole_blocks_hit() -> None:
     cache = PrefixCache(block_size=16)
     prompt = list(range(64))
     assert cache.match_and_store(prompt) == 0
@@ -301,7 +306,7 @@ def test_only_leading_whole_blocks_hit():
     assert cache.match_and_store(prompt[:40] + [7] * 24) == 32
 
 
-def test_the_text_depends_on_the_prompt_only_and_does_not_loop(fake_engine):
+def test_the_text_depends_on_the_prompt_only_and_does_not_loop(fake_engine: Callable[..., FakeEngine]) -> None:
     plain, spec = fake_engine("vllm", tokens_per_s=2000), fake_engine("vllm", *DSPARK_6)
     body = chat(plain, tokens=400)
     first, second = text_of(ask(plain, body)), text_of(ask(spec, body))
@@ -315,7 +320,7 @@ def test_the_text_depends_on_the_prompt_only_and_does_not_loop(fake_engine):
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_the_key_is_asked_for(fake_engine, dialect):
+def test_the_key_is_asked_for(fake_engine: Callable[..., FakeEngine], dialect: str) -> None:
     variable = {"vllm": "VLLM_API_KEY", "llamacpp": "LLAMA_API_KEY"}.get(dialect)
     flags = () if variable else ("--api-key", "secret")
     engine = fake_engine(dialect, *flags, env={variable: "secret"} if variable else {})
@@ -354,7 +359,14 @@ def test_the_key_is_asked_for(fake_engine, dialect):
         ),
     ],
 )
-def test_starts_that_fail(fake_engine, dialect, flags, behaviour, code, line):
+def test_starts_that_fail(
+    fake_engine: Callable[..., FakeEngine],
+    dialect: str,
+    flags: tuple[str, ...],
+    behaviour: dict[str, Any],
+    code: int,
+    line: str,
+) -> None:
     engine = fake_engine(dialect, *flags, wait=False, **behaviour)
     assert ended(engine) == code
     assert line in engine.log
@@ -363,7 +375,7 @@ def test_starts_that_fail(fake_engine, dialect, flags, behaviour, code, line):
 @pytest.mark.parametrize(
     ("dialect", "line"), [("vllm", "Address already in use"), ("sglang", "Errno 98"), ("llamacpp", "bind")]
 )
-def test_a_port_that_is_taken(fake_engine, dialect, line):
+def test_a_port_that_is_taken(fake_engine: Callable[..., FakeEngine], dialect: str, line: str) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -372,7 +384,7 @@ def test_a_port_that_is_taken(fake_engine, dialect, line):
     assert line in engine.log
 
 
-def test_only_the_first_starts_fail(fake_engine, tmp_path):
+def test_only_the_first_starts_fail(fake_engine: Callable[..., FakeEngine], tmp_path: Path) -> None:
     record = str(tmp_path / "starts.jsonl")
     wish = {"record": record, "record_env": ["SEEN"], "fail": "vllm_cpu_fail_port_in_use.log", "fail_starts": 1}
     assert ended(fake_engine("vllm", wait=False, env={"SEEN": "yes"}, **wish)) == 1
@@ -384,7 +396,7 @@ def test_only_the_first_starts_fail(fake_engine, tmp_path):
     assert starts[1]["argv"][:2] == ["vllm", "org/model"]
 
 
-def test_models_come_before_health_and_completions_last(fake_engine):
+def test_models_come_before_health_and_completions_last(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", wait=False, models_early=True, load_s=1.0, health_late_s=0.3, completion_500_s=1.0)
     until(lambda: status(engine, "/v1/models") == 200)
     assert status(engine, "/health") == 503
@@ -396,7 +408,7 @@ def test_models_come_before_health_and_completions_last(fake_engine):
     assert events(ask(engine, chat(engine)))[-1]["usage"]["completion_tokens"] == 40
 
 
-def test_llama_and_sglang_answer_503_while_they_load(fake_engine):
+def test_llama_and_sglang_answer_503_while_they_load(fake_engine: Callable[..., FakeEngine]) -> None:
     llama = fake_engine("llamacpp", wait=False, load_s=1.5)
     until(lambda: status(llama, "/health") is not None)
     assert (status(llama, "/health"), status(llama, "/v1/models")) == (503, 503)
@@ -407,7 +419,7 @@ def test_llama_and_sglang_answer_503_while_they_load(fake_engine):
     until(lambda: status(sglang, "/health") == 200)
 
 
-def test_wishes_come_from_a_file_and_the_environment(tmp_path):
+def test_wishes_come_from_a_file_and_the_environment(tmp_path: Path) -> None:
     path = tmp_path / "wishes.json"
     path.write_text('{"seed": 1, "ttft_s": 0.5}', encoding="utf-8")
     wishes = load({"FAKE_ENGINE_FILE": str(path), "FAKE_ENGINE": '{"seed": 2}'})
@@ -417,7 +429,7 @@ def test_wishes_come_from_a_file_and_the_environment(tmp_path):
             load({"FAKE_ENGINE": wrong})
 
 
-def test_a_silent_load_prints_nothing_for_a_while(fake_engine):
+def test_a_silent_load_prints_nothing_for_a_while(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", wait=False, silent_load_s=30)
     until(lambda: "GPU KV cache" in engine.log or engine.log.count("\n") > 30)
     size = len(engine.log)
@@ -428,11 +440,11 @@ def test_a_silent_load_prints_nothing_for_a_while(fake_engine):
     assert ended(engine, 5) == 0
 
 
-def test_a_log_can_be_long(fake_engine):
+def test_a_log_can_be_long(fake_engine: Callable[..., FakeEngine]) -> None:
     assert len(fake_engine("sglang", log_mib=2).log) > 2 * 2**20
 
 
-def test_one_cache_folder_serves_one_engine(fake_engine, tmp_path):
+def test_one_cache_folder_serves_one_engine(fake_engine: Callable[..., FakeEngine], tmp_path: Path) -> None:
     env = {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
     first = fake_engine("vllm", env=env, lock_cache=True)
     second = fake_engine("vllm", env=env, lock_cache=True, wait=False)
@@ -444,7 +456,13 @@ def test_one_cache_folder_serves_one_engine(fake_engine, tmp_path):
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_the_engine_modules_cannot_tell_the_difference(fake_engine, engine_command, free_port, dialect, tmp_path):
+def test_the_engine_modules_cannot_tell_the_difference(
+    fake_engine: Callable[..., FakeEngine],
+    engine_command: Callable[[str], list[str]],
+    free_port: Callable[[], int],
+    dialect: str,
+    tmp_path: Path,
+) -> None:
     args = {
         "vllm": {"speculative-config": {"method": "dspark", "num_speculative_tokens": 6}, "enforce-eager": True},
         "sglang": {"speculative-algorithm": "DSPARK", "speculative-dspark-block-size": 6},
@@ -479,7 +497,7 @@ def recorded_line(name: str, part: str) -> str:
     return next(x for x in (RECORDED / name).read_text(encoding="utf-8").splitlines() if part in x)
 
 
-def test_periodic_lines_are_the_recorded_ones():
+def test_periodic_lines_are_the_recorded_ones() -> None:
     now, before = Counters(proposals=6), Counters(proposals=6)
     now.count_prompt(100, 0)
     now.count_step(4, 3)

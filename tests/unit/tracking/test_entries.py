@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,7 +20,7 @@ from tests.support import recorded_results as made
 SAFE = re.compile(r"[A-Za-z0-9_.\-/]{1,250}")
 
 
-def test_names_that_stores_refuse_become_safe_and_stay_apart():
+def test_names_that_stores_refuse_become_safe_and_stay_apart() -> None:
     wanted = ["a:b", "a_b", "a@1", "a(ms)", "a,b", "ü", "ö", "p99@conc=8", "[k=6]", "../up", "/lead", "x//y", "", "a b"]
     names = entries.safe_names(wanted)
     assert set(names) == set(wanted)
@@ -29,14 +30,14 @@ def test_names_that_stores_refuse_become_safe_and_stay_apart():
     assert names["a@1"] == "a_1"
 
 
-def test_names_that_are_safe_already_are_kept():
+def test_names_that_are_safe_already_are_kept() -> None:
     assert entries.safe_names(["code-review-8k/decode_tok_s.low"]) == {
         "code-review-8k/decode_tok_s.low": "code-review-8k/decode_tok_s.low"
     }
 
 
 @given(st.lists(st.text(max_size=300)))
-def test_any_names_become_safe_unique_and_the_same_again(wanted: list[str]):
+def test_any_names_become_safe_unique_and_the_same_again(wanted: list[str]) -> None:
     names = entries.safe_names(wanted)
     assert set(names) == set(wanted)
     assert len(set(names.values())) == len(names)
@@ -45,7 +46,7 @@ def test_any_names_become_safe_unique_and_the_same_again(wanted: list[str]):
     assert entries.safe_names(wanted) == names
 
 
-def test_a_long_value_is_kept_whole_beside_a_short_param(tmp_path):
+def test_a_long_value_is_kept_whole_beside_a_short_param(tmp_path: Path) -> None:
     experiment = made.experiment(tmp_path)
     args = {f"flag-{i}": i for i in range(199)} | {"hf-overrides": "x" * 10_000}
     short, whole = entries.params(replace(made.spec(experiment, 6), engine=replace(experiment.engine, args=args)))
@@ -55,7 +56,7 @@ def test_a_long_value_is_kept_whole_beside_a_short_param(tmp_path):
     assert "10000 characters" in short["engine.args.hf-overrides"]
 
 
-def test_params_leave_out_the_absent_and_mask_secrets(tmp_path):
+def test_params_leave_out_the_absent_and_mask_secrets(tmp_path: Path) -> None:
     experiment = made.experiment(tmp_path)
     engine = replace(
         experiment.engine,
@@ -74,7 +75,7 @@ def test_params_leave_out_the_absent_and_mask_secrets(tmp_path):
     assert "null" not in short.values()
 
 
-def test_metrics_have_intervals_and_no_entry_for_what_is_absent(tmp_path):
+def test_metrics_have_intervals_and_no_entry_for_what_is_absent(tmp_path: Path) -> None:
     metrics = entries.metrics(made.result(made.experiment(tmp_path), 6, 275.9, tmp_path))
     assert metrics[f"{made.WORKLOAD}/decode_tok_s"] == 275.9
     assert metrics[f"{made.WORKLOAD}/decode_tok_s.low"] == pytest.approx(275.9 * 0.995)
@@ -86,7 +87,7 @@ def test_metrics_have_intervals_and_no_entry_for_what_is_absent(tmp_path):
     assert f"{made.WORKLOAD}/acceptance_rate.low" not in metrics
 
 
-def test_numbers_that_are_not_finite_are_left_out_and_named(tmp_path):
+def test_numbers_that_are_not_finite_are_left_out_and_named(tmp_path: Path) -> None:
     result = made.result(made.experiment(tmp_path), 6, 275.9, tmp_path)
     odd = made.measurement(
         275.9,
@@ -120,7 +121,7 @@ def test_numbers_that_are_not_finite_are_left_out_and_named(tmp_path):
     assert entry.texts["memory.csv"] == "time_s,gpu0_gib\n1.0,2.0\n"
 
 
-def test_series_step_over_repeats_positions_and_time(tmp_path):
+def test_series_step_over_repeats_positions_and_time(tmp_path: Path) -> None:
     result = made.result(made.experiment(tmp_path), 3, 275.9, tmp_path, memory_series=made.MEMORY_SERIES)
     samples = entries.series(result)
     repeats = [(s.step, s.value) for s in samples if s.name == f"{made.WORKLOAD}/ttft_s.by_repeat"]
@@ -131,7 +132,7 @@ def test_series_step_over_repeats_positions_and_time(tmp_path):
     assert [s.time_s for s in memory][:3] == [0.0, 0.5, 1.0]
 
 
-def test_a_long_series_is_thinned_and_keeps_its_spike(tmp_path):
+def test_a_long_series_is_thinned_and_keeps_its_spike(tmp_path: Path) -> None:
     points = [(i / 10, 500.0 if i == 77_777 else 1.0) for i in range(100_000)]
     result = made.result(made.experiment(tmp_path), 3, 275.9, tmp_path, memory_series={"gpu0_gib": points})
     memory = [s for s in entries.series(result) if s.name.startswith("memory/")]
@@ -139,7 +140,7 @@ def test_a_long_series_is_thinned_and_keeps_its_spike(tmp_path):
     assert [s.time_s for s in memory if s.value == 500.0] == [7777.7]
 
 
-def test_the_note_of_a_failed_trial_says_why_what_helps_and_how_it_was_started(tmp_path):
+def test_the_note_of_a_failed_trial_says_why_what_helps_and_how_it_was_started(tmp_path: Path) -> None:
     tags = entries.result_tags(made.result(made.experiment(tmp_path), 4, None, tmp_path))
     assert (tags["status"], tags["cause"]) == ("refused", "k_below_block_size")
     for part in ("below the checkpoint's block size 5", "num_speculative_tokens of 5 or more", "vllm serve dsv4"):
@@ -147,7 +148,7 @@ def test_the_note_of_a_failed_trial_says_why_what_helps_and_how_it_was_started(t
     assert "verdict" not in tags
 
 
-def test_launches_of_one_point_are_told_apart(tmp_path):
+def test_launches_of_one_point_are_told_apart(tmp_path: Path) -> None:
     experiment = made.experiment(tmp_path)
     first = made.result(experiment, 6, 275.9, tmp_path / "1")
     again = made.result(experiment, 6, 275.9, tmp_path / "2")

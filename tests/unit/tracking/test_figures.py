@@ -6,26 +6,31 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from orchestrator.config import Workload
+from orchestrator.config import Experiment, Workload
 from orchestrator.measure.metrics import Quantity
 from orchestrator.tracking import figures
+from orchestrator.trial import TrialResult
 from tests.support import recorded_results as made
 
 METRIC = f"{made.WORKLOAD}/decode_tok_s"
 
 
 @pytest.fixture
-def experiment(tmp_path):
+def experiment(tmp_path: Path) -> Experiment:
     return made.experiment(tmp_path)
 
 
-def axes(figure):
+def axes(figure: Figure) -> Axes:
     (found,) = figure.axes
     return found
 
 
-def test_the_sweep_is_in_order_with_intervals_a_level_line_and_the_refused(experiment, tmp_path):
+def test_the_sweep_is_in_order_with_intervals_a_level_line_and_the_refused(
+    experiment: Experiment, tmp_path: Path
+) -> None:
     points = [(6, 275.9), (None, 92.9), (4, None), (10, 223.9), (5, 268.2)]
     figure = figures.sweep([made.result(experiment, k, decode, tmp_path) for k, decode in points], METRIC)
     (bars,) = axes(figure).containers
@@ -41,7 +46,7 @@ def test_the_sweep_is_in_order_with_intervals_a_level_line_and_the_refused(exper
     assert axes(figure).get_ylim()[0] == 0
 
 
-def test_trials_that_differ_in_more_than_a_number_stand_by_name(experiment, tmp_path):
+def test_trials_that_differ_in_more_than_a_number_stand_by_name(experiment: Experiment, tmp_path: Path) -> None:
     specs = [
         made.spec(experiment, 5, name=name, params={"engine.args.kv-cache-dtype": dtype, "engine.args.x": x})
         for name, dtype, x in [("fp8", "fp8", True), ("auto", "auto", False)]
@@ -52,26 +57,28 @@ def test_trials_that_differ_in_more_than_a_number_stand_by_name(experiment, tmp_
     assert [label.get_text() for label in axes(figure).get_xticklabels()] == ["fp8", "auto"]
 
 
-def test_a_number_without_an_interval_is_a_point(experiment, tmp_path):
+def test_a_number_without_an_interval_is_a_point(experiment: Experiment, tmp_path: Path) -> None:
     bare = made.measurement(200.0, 5, decode_tok_s=Quantity(value=200.0))
     result = made.result(experiment, 5, 200.0, tmp_path, measurements={made.WORKLOAD: bare})
     (bars,) = axes(figures.sweep([result], METRIC)).containers
     assert list(bars.lines[0].get_ydata()) == [200.0]
 
 
-def test_acceptance_over_the_position_counted_from_one(experiment, tmp_path):
+def test_acceptance_over_the_position_counted_from_one(experiment: Experiment, tmp_path: Path) -> None:
     figure = figures.acceptance_by_position([made.result(experiment, k, 200.0, tmp_path) for k in (2, 3)])
     assert [list(line.get_xdata()) for line in axes(figure).lines] == [[1, 2], [1, 2, 3]]
     assert list(axes(figure).lines[0].get_ydata()) == pytest.approx([0.9, 0.81])
 
 
-def test_memory_over_time_has_a_line_for_each_source(experiment, tmp_path):
+def test_memory_over_time_has_a_line_for_each_source(experiment: Experiment, tmp_path: Path) -> None:
     series = {"gpu0_gib": [(0.0, 1.0), (1.0, 90.0)], "gpu1_gib": [(0.0, 1.0), (1.0, 91.0)]}
     figure = figures.memory_over_time(made.result(experiment, 5, 200.0, tmp_path, memory_series=series))
     assert [list(line.get_ydata()) for line in axes(figure).lines] == [[1.0, 90.0], [1.0, 91.0]]
 
 
-def test_ttft_is_read_from_the_traces_without_failed_requests_and_torn_lines(experiment, tmp_path):
+def test_ttft_is_read_from_the_traces_without_failed_requests_and_torn_lines(
+    experiment: Experiment, tmp_path: Path
+) -> None:
     traces = Path(made.result(experiment, 5, 200.0, tmp_path).workdir) / "traces.jsonl"
     with traces.open("a") as lines:
         shape = '"workload": "other", "index": 9, "repeat": 0, "shape": "s", "sent_s": 1.0'
@@ -83,8 +90,8 @@ def test_ttft_is_read_from_the_traces_without_failed_requests_and_torn_lines(exp
     assert figures.ttft_values(tmp_path / "nothing.jsonl") == {}
 
 
-def test_the_pareto_front_joins_what_is_not_beaten(experiment, tmp_path):
-    def point(k: int, decode: float, ttft: float):
+def test_the_pareto_front_joins_what_is_not_beaten(experiment: Experiment, tmp_path: Path) -> None:
+    def point(k: int, decode: float, ttft: float) -> TrialResult:
         measurement = made.measurement(decode, k, ttft_s=Quantity(value=ttft, n=5))
         return made.result(experiment, k, decode, tmp_path, measurements={made.WORKLOAD: measurement})
 
@@ -106,14 +113,14 @@ def test_the_pareto_front_joins_what_is_not_beaten(experiment, tmp_path):
     assert list(front.get_ydata()) == [268.2, 275.9]
 
 
-def test_every_workload_has_its_figure_where_no_objective_names_one(experiment, tmp_path):
+def test_every_workload_has_its_figure_where_no_objective_names_one(experiment: Experiment, tmp_path: Path) -> None:
     experiment = replace(experiment, workloads={"a": Workload(), "b": Workload()})
     both = {name: made.measurement(200.0, None) for name in ("a", "b")}
     result = made.result(experiment, None, 200.0, tmp_path, measurements=both)
     assert set(figures.campaign([result], None)) == {"decode_tok_s.a", "decode_tok_s.b"}
 
 
-def test_a_trial_without_numbers_has_no_figures(experiment, tmp_path):
+def test_a_trial_without_numbers_has_no_figures(experiment: Experiment, tmp_path: Path) -> None:
     nothing = made.result(experiment, 4, None, tmp_path, memory_series={}, workdir="")
     assert figures.trial(nothing) == {}
     assert figures.campaign([nothing], made.WORKLOAD) == {}

@@ -17,30 +17,32 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.entities import Run
 
 from orchestrator import tracking, trial
-from orchestrator.config import Tracking, to_yaml
+from orchestrator.config import Experiment, Tracking, to_yaml
 from orchestrator.errors import TrackingError
 from orchestrator.measure.metrics import Quantity
 from orchestrator.measure.verdict import Level
 from orchestrator.outcome import TrialStatus
 from orchestrator.tracking import Recorded, Tracker
+from orchestrator.trial import TrialResult
 from tests.support import recorded_results as made
 from tests.support.paths import TESTS
 
 
-def client_of(experiment) -> MlflowClient:
+def client_of(experiment: Experiment) -> MlflowClient:
     return MlflowClient(tracking.store_uri(experiment))
 
 
-def runs_of(experiment, query=""):
+def runs_of(experiment: Experiment, query: str = "") -> list[Run]:
     client = client_of(experiment)
     found = client.get_experiment_by_name(experiment.tracking_name)
     return client.search_runs([found.experiment_id], query, order_by=["attributes.start_time ASC"])
 
 
 @pytest.fixture(scope="session")
-def empty_database(tmp_path_factory) -> Path:
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with MLflow's tables and nothing in them; making them takes seconds."""
     folder = tmp_path_factory.mktemp("empty")
     MlflowClient(f"sqlite:///{folder}/mlflow.db").search_experiments()
@@ -48,7 +50,7 @@ def empty_database(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def experiment(tmp_path, empty_database):
+def experiment(tmp_path: Path, empty_database: Path) -> Experiment:
     """An experiment whose store is there and empty."""
     found = made.experiment(tmp_path)
     Path(found.tracking.folder).mkdir()
@@ -56,7 +58,7 @@ def experiment(tmp_path, empty_database):
     return found
 
 
-def recorded_campaign(experiment, results, best=None) -> Tracker:
+def recorded_campaign(experiment: Experiment, results: list[TrialResult], best: TrialResult | None = None) -> Tracker:
     tracker = Tracker(experiment)
     tracker.start_campaign(to_yaml(experiment), {"folder": str(Path(experiment.tracking.folder) / "campaign")})
     for result in results:
@@ -66,7 +68,7 @@ def recorded_campaign(experiment, results, best=None) -> Tracker:
     return tracker
 
 
-def test_results_read_back_are_the_results_that_were_written(experiment, tmp_path):
+def test_results_read_back_are_the_results_that_were_written(experiment: Experiment, tmp_path: Path) -> None:
     results = [made.result(experiment, k, decode, tmp_path) for k, decode in [(None, 92.9), (4, None), (6, 275.9)]]
     recorded_campaign(experiment, results, results[2])
     back = tracking.last_campaign(experiment)
@@ -75,7 +77,7 @@ def test_results_read_back_are_the_results_that_were_written(experiment, tmp_pat
     assert back[2].tags["best"] == "true"
 
 
-def test_a_run_holds_params_metrics_series_tags_and_files(experiment, tmp_path):
+def test_a_run_holds_params_metrics_series_tags_and_files(experiment: Experiment, tmp_path: Path) -> None:
     sampled = made.result(experiment, 6, 275.9, tmp_path, memory_series=made.MEMORY_SERIES)
     result = made.judged(sampled, Level.SUSPECT, "few_repeats")
     recorded_campaign(experiment, [result], result)
@@ -103,7 +105,7 @@ def test_a_run_holds_params_metrics_series_tags_and_files(experiment, tmp_path):
     assert {f"figures/{name}.png" for name in ("memory", "acceptance_by_position", "ttft")} <= files
 
 
-def test_the_parent_run_has_the_config_the_best_and_the_figures(experiment, tmp_path):
+def test_the_parent_run_has_the_config_the_best_and_the_figures(experiment: Experiment, tmp_path: Path) -> None:
     results = [made.result(experiment, k, decode, tmp_path) for k, decode in [(4, None), (5, 268.2), (6, 275.9)]]
     tracker = Tracker(experiment)
     campaign = tracker.start_campaign(to_yaml(experiment))
@@ -121,12 +123,12 @@ def test_the_parent_run_has_the_config_the_best_and_the_figures(experiment, tmp_
     assert Path(client.download_artifacts(campaign, "config.yaml")).read_text() == to_yaml(experiment)
 
 
-def test_a_campaign_without_a_best_says_so(experiment, tmp_path):
+def test_a_campaign_without_a_best_says_so(experiment: Experiment, tmp_path: Path) -> None:
     recorded_campaign(experiment, [made.result(experiment, 4, None, tmp_path)])
     assert runs_of(experiment, "tags.kind = 'campaign'")[0].data.tags["best"] == "none"
 
 
-def test_numbers_of_the_whole_campaign_are_added_to_its_runs(experiment, tmp_path):
+def test_numbers_of_the_whole_campaign_are_added_to_its_runs(experiment: Experiment, tmp_path: Path) -> None:
     result = made.result(experiment, 6, 275.9, tmp_path)
     tracker = Tracker(experiment)
     tracker.start_campaign("")
@@ -151,7 +153,9 @@ def test_numbers_of_the_whole_campaign_are_added_to_its_runs(experiment, tmp_pat
         (TrialStatus.INFRASTRUCTURE, "KILLED"),
     ],
 )
-def test_every_status_has_its_end(store, status, ended, tmp_path):
+def test_every_status_has_its_end(
+    store: tuple[Tracker, Experiment], status: TrialStatus, ended: str, tmp_path: Path
+) -> None:
     tracker, experiment = store
     run_id = tracker.record(made.result(experiment, 6, 275.9, tmp_path, status=status))
     run = client_of(experiment).get_run(run_id)
@@ -159,18 +163,18 @@ def test_every_status_has_its_end(store, status, ended, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory):
+def store(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tracker, Experiment]:
     experiment = made.experiment(tmp_path_factory.mktemp("store"))
     tracker = Tracker(experiment)
     tracker.start_campaign("")
     return tracker, experiment
 
 
-def database(experiment) -> sqlite3.Connection:
+def database(experiment: Experiment) -> sqlite3.Connection:
     return sqlite3.connect(Path(experiment.tracking.folder) / "mlflow.db")
 
 
-def test_nothing_that_is_not_finite_reaches_the_database(store, tmp_path):
+def test_nothing_that_is_not_finite_reaches_the_database(store: tuple[Tracker, Experiment], tmp_path: Path) -> None:
     tracker, experiment = store
     odd = made.measurement(200.0, 6, tpot_s=Quantity(value=math.nan), request_rate=Quantity(value=math.inf))
     result = made.result(experiment, 6, 200.0, tmp_path)
@@ -184,7 +188,7 @@ def test_nothing_that_is_not_finite_reaches_the_database(store, tmp_path):
     assert back.tags["nonfinite"] == f"{made.WORKLOAD}/request_rate, {made.WORKLOAD}/tpot_s"
 
 
-def test_one_odd_metric_name_costs_no_other(store, tmp_path):
+def test_one_odd_metric_name_costs_no_other(store: tuple[Tracker, Experiment], tmp_path: Path) -> None:
     tracker, experiment = store
     odd = {name: Quantity(value=float(i)) for i, name in enumerate(["a:b", "a_b", "a@1", "a(ms)", "a,b", "ü"])}
     result = made.result(experiment, 7, 262.2, tmp_path)
@@ -195,7 +199,7 @@ def test_one_odd_metric_name_costs_no_other(store, tmp_path):
     assert metrics[f"{made.WORKLOAD}/decode_tok_s"] == 262.2
 
 
-def test_two_hundred_params_and_one_of_ten_kilobytes(store, tmp_path):
+def test_two_hundred_params_and_one_of_ten_kilobytes(store: tuple[Tracker, Experiment], tmp_path: Path) -> None:
     tracker, experiment = store
     args = {f"flag-{i}": i for i in range(199)} | {"hf-overrides": "x" * 10_000}
     spec = made.spec(experiment, 8, engine=replace(experiment.engine, args=args))
@@ -207,7 +211,7 @@ def test_two_hundred_params_and_one_of_ten_kilobytes(store, tmp_path):
     assert whole == "x" * 10_000
 
 
-def test_metrics_are_found_by_filters_and_sorted(store, tmp_path):
+def test_metrics_are_found_by_filters_and_sorted(store: tuple[Tracker, Experiment], tmp_path: Path) -> None:
     tracker, experiment = store
     for k, decode in [(11, 1000.0), (12, 1200.0)]:
         tracker.record(made.result(experiment, k, decode, tmp_path))
@@ -219,7 +223,7 @@ def test_metrics_are_found_by_filters_and_sorted(store, tmp_path):
     assert [run.info.run_name for run in ordered][:2] == ["k=12", "k=11"]
 
 
-def test_a_hundred_thousand_samples_become_a_short_series(store, tmp_path):
+def test_a_hundred_thousand_samples_become_a_short_series(store: tuple[Tracker, Experiment], tmp_path: Path) -> None:
     tracker, experiment = store
     series = {"gpu0_gib": [(i / 10, 90.0 + i % 7) for i in range(100_000)]}
     began = time.monotonic()
@@ -230,14 +234,14 @@ def test_a_hundred_thousand_samples_become_a_short_series(store, tmp_path):
         assert 100 <= db.execute(query, (run_id,)).fetchone()[0] <= 200
 
 
-def test_four_trials_that_end_at_the_same_moment_on_a_fresh_store(tmp_path):
+def test_four_trials_that_end_at_the_same_moment_on_a_fresh_store(tmp_path: Path) -> None:
     experiment = made.experiment(tmp_path)
     results = [made.result(experiment, k, 200.0 + k, tmp_path) for k in (5, 6, 7, 8)]
     tracker = Tracker(experiment)
     tracker.start_campaign("")
     gate, failed = threading.Barrier(4), []
 
-    def end(result) -> None:
+    def end(result: TrialResult) -> None:
         gate.wait()
         try:
             tracker.record(result)
@@ -283,7 +287,7 @@ def driver(folder: Path, name: str, how: str) -> subprocess.Popen[str]:
     return subprocess.Popen([*command, str(TESTS), str(folder), name, how], text=True, **pipes)
 
 
-def test_two_drivers_that_create_one_fresh_store_at_once_and_say_nothing(tmp_path):
+def test_two_drivers_that_create_one_fresh_store_at_once_and_say_nothing(tmp_path: Path) -> None:
     drivers = [driver(tmp_path, name, "finish") for name in ("first", "second")]
     told = [process.communicate(timeout=120) for process in drivers]
     assert [process.returncode for process in drivers] == [0, 0], told
@@ -292,7 +296,7 @@ def test_two_drivers_that_create_one_fresh_store_at_once_and_say_nothing(tmp_pat
         assert len(tracking.last_campaign(replace(made.experiment(tmp_path), name=name))) == 3
 
 
-def test_runs_of_a_killed_driver_are_closed_and_the_campaign_is_resumed(experiment, tmp_path):
+def test_runs_of_a_killed_driver_are_closed_and_the_campaign_is_resumed(experiment: Experiment, tmp_path: Path) -> None:
     with driver(tmp_path, experiment.name, "die") as process:
         assert process.stdout.readline() == "running\n"
         assert Tracker(experiment).close_dead_runs() == 0
@@ -308,7 +312,7 @@ def test_runs_of_a_killed_driver_are_closed_and_the_campaign_is_resumed(experime
     assert [r.result.spec.name for r in tracking.last_campaign(experiment)] == ["k=5", "k=6"]
 
 
-def test_a_pid_that_is_used_again_is_not_the_driver(experiment):
+def test_a_pid_that_is_used_again_is_not_the_driver(experiment: Experiment) -> None:
     tracker = Tracker(experiment)
     campaign = tracker.start_campaign("")
     assert tracker.close_dead_runs() == 0
@@ -316,13 +320,13 @@ def test_a_pid_that_is_used_again_is_not_the_driver(experiment):
     assert tracker.close_dead_runs() == 1
 
 
-def test_a_driver_on_another_host_is_left_alone(experiment):
+def test_a_driver_on_another_host_is_left_alone(experiment: Experiment) -> None:
     tracker = Tracker(experiment)
     client_of(experiment).set_tag(tracker.start_campaign(""), "driver_host", "elsewhere")
     assert tracker.close_dead_runs() == 0
 
 
-def test_a_resumed_campaign_is_the_same_run_and_holds_every_result_once(experiment, tmp_path):
+def test_a_resumed_campaign_is_the_same_run_and_holds_every_result_once(experiment: Experiment, tmp_path: Path) -> None:
     folder = {"folder": str(tmp_path / "campaign")}
     first = made.result(experiment, 5, 268.2, tmp_path)
     tracker = Tracker(experiment)
@@ -343,7 +347,7 @@ def test_a_resumed_campaign_is_the_same_run_and_holds_every_result_once(experime
     assert client_of(experiment).get_run(run_id).data.params["engine.args.max-num-seqs"] == "1"
 
 
-def test_a_new_campaign_is_the_last_and_the_old_one_is_kept(experiment, tmp_path):
+def test_a_new_campaign_is_the_last_and_the_old_one_is_kept(experiment: Experiment, tmp_path: Path) -> None:
     old, new = made.result(experiment, 5, 268.2, tmp_path / "1"), made.result(experiment, 6, 275.9, tmp_path / "2")
     for result in (old, new):
         tracker = Tracker(experiment)
@@ -354,7 +358,7 @@ def test_a_new_campaign_is_the_last_and_the_old_one_is_kept(experiment, tmp_path
     assert [r.result for r in tracking.last_campaign(experiment, all=True)] == [new, old]
 
 
-def test_a_trial_that_is_open_when_the_campaign_ends_is_killed(experiment, tmp_path):
+def test_a_trial_that_is_open_when_the_campaign_ends_is_killed(experiment: Experiment, tmp_path: Path) -> None:
     tracker = Tracker(experiment)
     tracker.start_campaign("")
     left = tracker.start_trial(made.spec(experiment, 6))
@@ -364,7 +368,9 @@ def test_a_trial_that_is_open_when_the_campaign_ends_is_killed(experiment, tmp_p
     assert tracking.last_campaign(experiment) == []
 
 
-def test_a_fault_of_the_machine_gives_way_to_the_measurement_that_came_after(experiment, tmp_path):
+def test_a_fault_of_the_machine_gives_way_to_the_measurement_that_came_after(
+    experiment: Experiment, tmp_path: Path
+) -> None:
     fault = {"status": TrialStatus.INFRASTRUCTURE, "cause": "port_taken", "measurements": {}, "verdict": None}
     lost = made.result(experiment, 5, 268.2, tmp_path / "1", **fault, verdicts={})
     found = made.result(experiment, 5, 268.2, tmp_path / "2")
@@ -373,7 +379,7 @@ def test_a_fault_of_the_machine_gives_way_to_the_measurement_that_came_after(exp
     assert [r.result for r in tracking.last_campaign(experiment)] == [found, only]
 
 
-def test_replay_records_what_is_missing_and_nothing_twice(experiment, tmp_path):
+def test_replay_records_what_is_missing_and_nothing_twice(experiment: Experiment, tmp_path: Path) -> None:
     home = tmp_path / "campaign"
     results = [made.result(experiment, k, 200.0 + k, home / "trials") for k in (5, 6, 7)]
     tracker = Tracker(experiment)
@@ -395,7 +401,9 @@ def test_replay_records_what_is_missing_and_nothing_twice(experiment, tmp_path):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_replay_keeps_the_memory_of_each_version_of_result_json(experiment, tmp_path, version):
+def test_replay_keeps_the_memory_of_each_version_of_result_json(
+    experiment: Experiment, tmp_path: Path, version: int
+) -> None:
     result = made.result(experiment, 5, 268.2, tmp_path, memory_series=made.MEMORY_SERIES)
     workdir = Path(result.workdir)
     if version == 1:
@@ -412,14 +420,16 @@ def test_replay_keeps_the_memory_of_each_version_of_result_json(experiment, tmp_
     assert trial.read_memory(kept) == made.MEMORY_SERIES
 
 
-def test_replay_into_a_store_that_has_no_campaign_makes_one_and_closes_it(experiment, tmp_path):
+def test_replay_into_a_store_that_has_no_campaign_makes_one_and_closes_it(
+    experiment: Experiment, tmp_path: Path
+) -> None:
     result = made.result(experiment, 5, 268.2, tmp_path)
     tracking.replay(experiment, [Path(result.workdir)])
     assert [r.result for r in tracking.last_campaign(experiment)] == [result]
     assert runs_of(experiment, "attributes.status = 'RUNNING'") == []
 
 
-def test_a_torn_result_is_named(experiment, tmp_path):
+def test_a_torn_result_is_named(experiment: Experiment, tmp_path: Path) -> None:
     result = made.result(experiment, 5, 268.2, tmp_path)
     torn = Path(result.workdir) / "result.json"
     torn.write_text(torn.read_text()[:-20])
@@ -427,7 +437,7 @@ def test_a_torn_result_is_named(experiment, tmp_path):
         tracking.replay(experiment, [Path(result.workdir)])
 
 
-def test_result_json_is_strict_and_keeps_unicode_and_null(experiment, tmp_path):
+def test_result_json_is_strict_and_keeps_unicode_and_null(experiment: Experiment, tmp_path: Path) -> None:
     spec = made.spec(experiment, 6, name="k=6 “ü” 猫", params={made.K: 6, "engine.args.x": None})
     result = made.result(experiment, 6, 1e308, tmp_path, spec=spec, reason=None)
     recorded_campaign(experiment, [result], result)
@@ -441,7 +451,7 @@ def test_result_json_is_strict_and_keeps_unicode_and_null(experiment, tmp_path):
     assert back.result == result == trial.from_json(text)
 
 
-def test_reading_makes_no_store(tmp_path):
+def test_reading_makes_no_store(tmp_path: Path) -> None:
     experiment = made.experiment(tmp_path)
     assert tracking.last_campaign(experiment) == []
     assert tracking.champion(experiment) is None
@@ -450,7 +460,7 @@ def test_reading_makes_no_store(tmp_path):
         tracking.load_run(tracking.store_uri(experiment), "abc")
 
 
-def test_the_champion_and_the_one_before(experiment, tmp_path):
+def test_the_champion_and_the_one_before(experiment: Experiment, tmp_path: Path) -> None:
     results = [made.result(experiment, k, 200.0 + k, tmp_path) for k in (5, 6)]
     recorded_campaign(experiment, results, results[1])
     five, six = tracking.last_campaign(experiment)
@@ -469,7 +479,7 @@ def test_the_champion_and_the_one_before(experiment, tmp_path):
     assert tracking.champion(experiment).result == results[0]
 
 
-def champions(experiment) -> tuple[str | None, str | None]:
+def champions(experiment: Experiment) -> tuple[str | None, str | None]:
     found: list[Recorded | None] = [tracking.champion(experiment), tracking.previous(experiment)]
     return found[0].run_id if found[0] else None, found[1].run_id if found[1] else None
 
@@ -485,7 +495,7 @@ def champions(experiment) -> tuple[str | None, str | None]:
         ("postgresql://user:s3cret@127.0.0.1:9/db", "cannot be opened"),
     ],
 )
-def test_a_store_that_cannot_be_opened_is_one_line_within_seconds(experiment, uri, told):
+def test_a_store_that_cannot_be_opened_is_one_line_within_seconds(experiment: Experiment, uri: str, told: str) -> None:
     began = time.monotonic()
     with pytest.raises(TrackingError) as caught:
         Tracker(replace(experiment, tracking=Tracking(uri=uri)))
@@ -495,14 +505,14 @@ def test_a_store_that_cannot_be_opened_is_one_line_within_seconds(experiment, ur
     assert "s3cret" not in str(caught.value)
 
 
-def test_a_file_that_is_no_database_is_named(experiment, tmp_path):
+def test_a_file_that_is_no_database_is_named(experiment: Experiment, tmp_path: Path) -> None:
     broken = tmp_path / "broken.db"
     broken.write_text("this is not a database" * 100)
     with pytest.raises(TrackingError, match="file is not a database"):
         Tracker(replace(experiment, tracking=Tracking(uri=f"sqlite:///{broken}")))
 
 
-def test_a_deleted_experiment_is_told_with_the_cure(experiment):
+def test_a_deleted_experiment_is_told_with_the_cure(experiment: Experiment) -> None:
     Tracker(experiment)
     client = client_of(experiment)
     client.delete_experiment(client.get_experiment_by_name(experiment.name).experiment_id)
@@ -510,7 +520,7 @@ def test_a_deleted_experiment_is_told_with_the_cure(experiment):
         Tracker(experiment)
 
 
-def test_an_unknown_run_is_told(store):
+def test_an_unknown_run_is_told(store: tuple[Tracker, Experiment]) -> None:
     _, experiment = store
     uri = tracking.store_uri(experiment)
     with pytest.raises(TrackingError, match="no run and no recorded trial is called 'nope'"):
@@ -519,13 +529,13 @@ def test_an_unknown_run_is_told(store):
         tracking.load_run(uri, "0" * 32)
 
 
-def test_a_run_that_holds_no_result_is_told(store):
+def test_a_run_that_holds_no_result_is_told(store: tuple[Tracker, Experiment]) -> None:
     tracker, experiment = store
     with pytest.raises(TrackingError, match=r"result\.json of run .* cannot be read"):
         tracking.load_run(tracking.store_uri(experiment), tracker.campaign_id)
 
 
-def test_a_trial_is_found_by_its_name(experiment, tmp_path):
+def test_a_trial_is_found_by_its_name(experiment: Experiment, tmp_path: Path) -> None:
     uri = tracking.store_uri(experiment)
     other = replace(experiment, name="other")
     first = made.result(experiment, 6, 270.0, tmp_path / "1")
@@ -541,7 +551,9 @@ def test_a_trial_is_found_by_its_name(experiment, tmp_path):
     assert tracking.load_run(uri, f"{experiment.name}/k=6").result == again
 
 
-def test_artifacts_stay_under_the_tracking_folder_whatever_the_working_directory(experiment, tmp_path, monkeypatch):
+def test_artifacts_stay_under_the_tracking_folder_whatever_the_working_directory(
+    experiment: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     relative = replace(experiment, tracking=Tracking(folder="mlruns"))
     monkeypatch.chdir(tmp_path)
     uri = tracking.store_uri(relative)
@@ -554,7 +566,7 @@ def test_artifacts_stay_under_the_tracking_folder_whatever_the_working_directory
     assert list((tmp_path / "mlruns" / "artifacts").glob(f"{run_id}/artifacts/result.json"))
 
 
-def test_the_ui_command_names_the_store_and_loopback(experiment):
+def test_the_ui_command_names_the_store_and_loopback(experiment: Experiment) -> None:
     command = tracking.ui_command(experiment, 5123)
     assert command[command.index("--backend-store-uri") + 1] == tracking.store_uri(experiment)
     assert command[command.index("--host") + 1] == "127.0.0.1"
