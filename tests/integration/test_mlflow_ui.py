@@ -15,7 +15,8 @@ from orchestrator import tracking
 from orchestrator.config import Experiment, to_yaml
 from orchestrator.tracking import Tracker
 from tests.support import mlflow_server
-from tests.support import recorded_results as made
+from tests.support.builders import WORKLOAD, K
+from tests.support.recorded_sweep import sweep_experiment, sweep_result
 
 # A server starts in 7 s on an idle machine and in a minute on a busy one.
 pytestmark = pytest.mark.timeout(600)
@@ -48,9 +49,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     if not CHROMIUM.exists():
         pytest.fail(f"{CHROMIUM} is missing; install it with: apt-get install chromium")
     folder = tmp_path_factory.mktemp("ui")
-    experiment = made.experiment(folder)
+    experiment = sweep_experiment(folder)
     results = [
-        made.result(experiment, k, rate, folder) for k, rate in [(None, 92.9), (4, None), (5, 268.2), (6, 275.9)]
+        sweep_result(experiment, k, rate, folder) for k, rate in [(None, 92.9), (4, None), (5, 268.2), (6, 275.9)]
     ]
     tracker = Tracker(experiment)
     tracker.start_campaign(to_yaml(experiment))
@@ -85,7 +86,7 @@ def test_the_compare_page_shows_both_runs_their_params_and_metrics(site: Site, t
     chosen = {"runs": json.dumps([site.runs["k=5"], site.runs["k=6"]]), "experiments": '["1"]'}
     query = urllib.parse.urlencode(chosen, quote_via=urllib.parse.quote)
     dom, picture = rendered(f"{site.url}/#/compare-runs?{query}", tmp_path, "compare")
-    for text in ("Comparing 2 Runs", "k=5", "k=6", f"{made.WORKLOAD}/decode_tok_s", made.K, "268.2", "275.9"):
+    for text in ("Comparing 2 Runs", "k=5", "k=6", f"{WORKLOAD}/decode_tok_s", K, "268.2", "275.9"):
         assert text in dom
     assert picture.startswith(b"\x89PNG")
 

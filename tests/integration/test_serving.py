@@ -24,8 +24,8 @@ from orchestrator.errors import ConfigError, MachineError, PromotionError
 from orchestrator.measure.verdict import Level
 from orchestrator.serving import service as serving
 from orchestrator.serving.head import Head, start_head, stop_head
-from tests.support import serving_bench as bench
 from tests.support.fake.talk import FakeEngine
+from tests.support.stand_in_service import record_campaign, service_experiment, stand_in_result
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -60,7 +60,7 @@ def service(folder: Path, head: Head, free_port: Callable[[], int]) -> Iterator[
     made: list[Experiment] = []
 
     def make(name: str, **options: Any) -> Experiment:
-        made.append(bench.experiment(folder, name, free_port(), **options))
+        made.append(service_experiment(folder, name, free_port(), **options))
         return made[-1]
 
     yield make
@@ -169,9 +169,11 @@ def test_the_life_of_a_service_on_exactly_two_gpus(service: Callable[..., Experi
     experiment = service("life", gpus=2)
     record = tmp_path / "starts.jsonl"
     behaviour = {"record": str(record), "record_env": ["CUDA_VISIBLE_DEVICES"]}
-    slow, fast = (bench.result(experiment, n, tokens_per_s=r, **behaviour) for n, r in (("slow", 150), ("fast", 300)))
-    same = bench.result(experiment, "same", tokens_per_s=301, **behaviour)
-    slow_id, fast_id, same_id = bench.record(experiment, slow, fast, same)
+    slow, fast = (
+        stand_in_result(experiment, n, tokens_per_s=r, **behaviour) for n, r in (("slow", 150), ("fast", 300))
+    )
+    same = stand_in_result(experiment, "same", tokens_per_s=301, **behaviour)
+    slow_id, fast_id, same_id = record_campaign(experiment, slow, fast, same)
     said: list[str] = []
 
     first = serving.promote(experiment, run_id=slow_id, say=said.append)
@@ -222,11 +224,11 @@ def test_the_life_of_a_service_on_exactly_two_gpus(service: Callable[..., Experi
 def test_challengers_that_fail_are_rolled_back(service: Callable[..., Experiment], tmp_path: Path) -> None:
     experiment = service("failing")
     record = tmp_path / "starts.jsonl"
-    good = bench.result(experiment, "good", tokens_per_s=200, record=str(record))
-    crashing = bench.result(experiment, "crashing", tokens_per_s=400, fail="vllm_cpu_fail_maxlen_over_kv.log")
-    slow = bench.result(experiment, "slow", tokens_per_s=200, recorded_tok_s=500, record=str(record))
-    wrong = bench.result(experiment, "wrong", tokens_per_s=500, faults={"error_object": 2}, record=str(record))
-    good_id, crashing_id, slow_id, wrong_id = bench.record(experiment, good, crashing, slow, wrong)
+    good = stand_in_result(experiment, "good", tokens_per_s=200, record=str(record))
+    crashing = stand_in_result(experiment, "crashing", tokens_per_s=400, fail="vllm_cpu_fail_maxlen_over_kv.log")
+    slow = stand_in_result(experiment, "slow", tokens_per_s=200, recorded_tok_s=500, record=str(record))
+    wrong = stand_in_result(experiment, "wrong", tokens_per_s=500, faults={"error_object": 2}, record=str(record))
+    good_id, crashing_id, slow_id, wrong_id = record_campaign(experiment, good, crashing, slow, wrong)
     first = serving.promote(experiment, run_id=good_id)
     assert first.decision == "promoted", first
 
@@ -244,7 +246,7 @@ def test_challengers_that_fail_are_rolled_back(service: Callable[..., Experiment
 
 def test_the_first_challenger_that_fails_leaves_nothing(service: Callable[..., Experiment]) -> None:
     experiment = service("first", deadline_s=10)
-    (run_id,) = bench.record(experiment, bench.result(experiment, "dumb", silent_load_s=600))
+    (run_id,) = record_campaign(experiment, stand_in_result(experiment, "dumb", silent_load_s=600))
     report = serving.promote(experiment, run_id=run_id)
     assert (report.decision, report.exit_code, report.serving_run_id) == ("failed", 1, None)
     assert "serving.deadline_s" in report.reason
@@ -256,7 +258,7 @@ def test_the_first_challenger_that_fails_leaves_nothing(service: Callable[..., E
 def test_what_dies_in_service_is_replaced(service: Callable[..., Experiment], tmp_path: Path) -> None:
     experiment = service("dying")
     record = tmp_path / "starts.jsonl"
-    (run_id,) = bench.record(experiment, bench.result(experiment, "mortal", tokens_per_s=200, record=str(record)))
+    (run_id,) = record_campaign(experiment, stand_in_result(experiment, "mortal", tokens_per_s=200, record=str(record)))
     assert serving.promote(experiment, force=True).decision == "promoted"
     body = {"model": "served", "prompt": "once", "max_tokens": 20_000, "stream": True}
 
@@ -284,7 +286,7 @@ def test_engines_come_and_go_with_the_requests(service: Callable[..., Experiment
     scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2, "metrics_interval_s": 0.5}
     hasty = {"look_back_period_s": 1, "upscale_delay_s": 1, "downscale_delay_s": 2}
     experiment = service("scaling", autoscaling={**scaling, **hasty})
-    bench.record(experiment, bench.result(experiment, "scaling", tokens_per_s=50))
+    record_campaign(experiment, stand_in_result(experiment, "scaling", tokens_per_s=50))
     assert serving.promote(experiment).decision == "promoted"
     assert served(experiment)["engines"] == 1
     body = {"model": "served", "prompt": "once", "max_tokens": 100, "ignore_eos": True}
@@ -330,7 +332,7 @@ def test_a_killed_driver_leaves_a_service_that_the_next_command_manages(
     service: Callable[..., Experiment], folder: Path
 ) -> None:
     experiment = service("orphan")
-    (run_id,) = bench.record(experiment, bench.result(experiment, "only", tokens_per_s=100))
+    (run_id,) = record_campaign(experiment, stand_in_result(experiment, "only", tokens_per_s=100))
     script = (
         "import sys; from orchestrator import config; from orchestrator.serving import service as serving\n"
         "def say(text):\n    print(text, flush=True)\n"
@@ -363,7 +365,7 @@ def test_the_key_of_the_environment_is_asked_for(
     service: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     experiment = service("locked", api_key_env="SERVICE_KEY", route="/llm")
-    bench.record(experiment, bench.result(experiment, "locked"))
+    record_campaign(experiment, stand_in_result(experiment, "locked"))
     with pytest.raises(ConfigError, match="SERVICE_KEY is not set"):
         serving.promote(experiment)
     monkeypatch.setenv("SERVICE_KEY", "sesame")
@@ -380,9 +382,9 @@ def test_the_key_of_the_environment_is_asked_for(
 
 def test_only_what_is_proven_is_promoted(service: Callable[..., Experiment]) -> None:
     experiment = service("gate")
-    invalid = bench.result(experiment, "invalid", level=Level.INVALID)
-    suspect = bench.result(experiment, "suspect", level=Level.SUSPECT)
-    invalid_id, suspect_id = bench.record(experiment, invalid, suspect)
+    invalid = stand_in_result(experiment, "invalid", level=Level.INVALID)
+    suspect = stand_in_result(experiment, "suspect", level=Level.SUSPECT)
+    invalid_id, suspect_id = record_campaign(experiment, invalid, suspect)
     for run_id, level in ((invalid_id, "invalid"), (suspect_id, "suspect")):
         with pytest.raises(PromotionError, match=f"its numbers are {level}"):
             serving.promote(experiment, run_id=run_id)
@@ -392,14 +394,14 @@ def test_only_what_is_proven_is_promoted(service: Callable[..., Experiment]) -> 
 
 
 def test_nobody_else_is_let_in_without_a_key(folder: Path) -> None:
-    experiment = bench.experiment(folder, "open", 8000, host="0.0.0.0")
+    experiment = service_experiment(folder, "open", 8000, host="0.0.0.0")
     with pytest.raises(ConfigError, match="can be reached by others"):
         serving.promote(experiment)
 
 
 def test_an_engine_that_has_no_room_is_refused(service: Callable[..., Experiment]) -> None:
     experiment = service("large", gpus=4)
-    bench.record(experiment, bench.result(experiment, "large"))
+    record_campaign(experiment, stand_in_result(experiment, "large"))
     with pytest.raises(MachineError, match=r"4 GPUs and 1 CPUs on ONE node; the nodes have: .* 2 GPUs"):
         serving.promote(experiment)
 
@@ -409,7 +411,7 @@ def test_a_port_that_is_taken_is_named(
 ) -> None:
     experiment = service("taken")
     stranger = fake_engine("vllm")
-    bench.record(experiment, bench.result(experiment, "taken"))
-    taken = bench.experiment(Path(experiment.engine.root), "taken", stranger.port)
+    record_campaign(experiment, stand_in_result(experiment, "taken"))
+    taken = service_experiment(Path(experiment.engine.root), "taken", stranger.port)
     with pytest.raises(MachineError, match=f"serving.port: {stranger.port} on 127.0.0.1"):
         serving.promote(taken)

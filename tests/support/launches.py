@@ -17,6 +17,7 @@ from orchestrator.engines import ENGINES
 from orchestrator.node.launch import run_engine
 from orchestrator.node.leftovers import MARKER
 from orchestrator.node.server import Server
+from tests.support.builders import make_spec
 from tests.support.paths import FAKE_ENGINE
 
 KINDS = sorted(ENGINES)
@@ -59,10 +60,10 @@ def program(folder: Path, source: str) -> list[str]:
 def trial_spec(root: Path, kind: str = "vllm", *, gpus: int = 0, **more: Any) -> TrialSpec:
     """One short workload, unless `workloads` says otherwise."""
     workloads = more.pop("workloads", {"chat": Workload(output_tokens=16, num_prompts=2, repeats=3, stall_s=20.0)})
-    return TrialSpec(
-        name="point",
-        params={},
-        engine=engine_spec(root, kind, **more),
+    engine = engine_spec(root, kind, **more)
+    return make_spec(
+        "point",
+        engine=engine,
         placement=Placement(gpus=gpus, ports=list(PORTS)),
         workloads=workloads,
         key="0123456789ab",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from tests.support.campaigns import by_k, drive, experiment, open_checked, runs
+from tests.support.campaigns import by_k, drive, k_sweep, open_checked, runs
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def _rename(folder: Path, table: str, name: str) -> None:
 
 
 def test_a_store_that_fails_for_a_while_has_every_result_in_the_end(tmp_path: Path) -> None:
-    swept = experiment(tmp_path)
+    swept = k_sweep(tmp_path)
     with open_checked(swept) as running:
         with failing_store(tmp_path):
             assert drive(running, by_k, most=2) == ["k=2", "k=4"]
@@ -41,7 +41,7 @@ def test_a_store_that_fails_for_a_while_has_every_result_in_the_end(tmp_path: Pa
 
 
 def test_a_store_that_stays_down_costs_the_run_ids_until_the_campaign_is_resumed(tmp_path: Path) -> None:
-    swept = experiment(tmp_path)
+    swept = k_sweep(tmp_path)
     with open_checked(swept) as running:
         drive(running, by_k, most=1)
         with failing_store(tmp_path):
@@ -61,7 +61,7 @@ def test_a_store_that_stays_down_costs_the_run_ids_until_the_campaign_is_resumed
 
 
 def test_only_the_first_close_does_anything(tmp_path: Path) -> None:
-    swept = experiment(tmp_path)
+    swept = k_sweep(tmp_path)
     with open_checked(swept) as running:
         drive(running, by_k)
         running.finish()

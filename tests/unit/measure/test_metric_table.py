@@ -16,7 +16,7 @@ from orchestrator.measure.formulas import RequestTrace, Window
 from orchestrator.measure.metrics import MEMORY_METRICS, METRICS, Metric, find_metric, measure_windows, metric_names
 from orchestrator.search.objective import check_metric, direction
 from orchestrator.tracking import Recorded
-from tests.support import made_results as made
+from tests.support.builders import WORKLOAD, make_experiment, make_result
 from tests.support.definitions import metric_row, rows_under, undocumented
 
 
@@ -75,33 +75,33 @@ NEW_METRICS = {
 @pytest.mark.parametrize(("row", "values"), NEW_METRICS.values(), ids=list(NEW_METRICS))
 def test_a_metric_is_one_row(monkeypatch: pytest.MonkeyPatch, row: Metric, values: dict[str, float]) -> None:
     """What a contributor does: a formula, and a row with it. Nothing else knows the name."""
-    experiment = made.experiment()
+    experiment = make_experiment()
     name = next(iter(values))
     for known in values:
         with pytest.raises(ConfigError):
-            direction(f"{made.CODE}/{known}")
+            direction(f"{WORKLOAD}/{known}")
     assert undocumented([metric_row(row)], "## Metrics") == [metric_row(row)]
 
     monkeypatch.setattr(metrics, "METRICS", (*METRICS, row))
     measured = measure_windows([window(repeat) for repeat in range(3)], WARM_UP)
     assert {known: measured.metrics[known].value for known in values} == pytest.approx(values)
-    assert direction(f"{made.CODE}/{name}") == row.better
-    check_metric(experiment, f"{made.CODE}/{name}", "objective.metric")
-    recorded = [Recorded(result=made.result("a", measurements={made.CODE: measured}))]
+    assert direction(f"{WORKLOAD}/{name}") == row.better
+    check_metric(experiment, f"{WORKLOAD}/{name}", "objective.metric")
+    recorded = [Recorded(result=make_result("a", measurements={WORKLOAD: measured}))]
     stream = io.StringIO()
     report.write_csv(stream, recorded)
     cells = {line["metric"]: line["value"] for line in csv.DictReader(io.StringIO(stream.getvalue()))}
     assert float(cells[name]) == pytest.approx(values[name])
     document = json.loads(json.dumps(report.document(experiment, recorded, None), allow_nan=False))
-    assert document["trials"][0]["measurements"][made.CODE][name]["value"] == pytest.approx(values[name])
+    assert document["trials"][0]["measurements"][WORKLOAD][name]["value"] == pytest.approx(values[name])
 
 
 def test_a_memory_value_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     row = Metric(name="draft_gib", unit="GiB", better="min", doc="memory of the draft's weights, from the engine's log")
     with pytest.raises(ConfigError):
-        check_metric(made.experiment(), "memory/draft_gib", "objective.constraints")
+        check_metric(make_experiment(), "memory/draft_gib", "objective.constraints")
     monkeypatch.setattr(metrics, "MEMORY_METRICS", (*MEMORY_METRICS, row))
-    check_metric(made.experiment(), "memory/draft_gib", "objective.constraints")
+    check_metric(make_experiment(), "memory/draft_gib", "objective.constraints")
     assert direction("memory/draft_gib") == "min"
     assert undocumented([metric_row(row)], "### Memory") == [metric_row(row)]
 

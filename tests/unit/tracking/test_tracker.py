@@ -27,8 +27,9 @@ from orchestrator.measure.verdict import Level
 from orchestrator.outcome import TrialStatus
 from orchestrator.tracking import Recorded, Tracker
 from orchestrator.trial import TrialResult
-from tests.support import recorded_results as made
-from tests.support.paths import TESTS
+from tests.support.builders import WORKLOAD, K, make_spec, with_verdict
+from tests.support.paths import ROOT
+from tests.support.recorded_sweep import MEMORY_SERIES, sweep_experiment, sweep_measurement, sweep_result
 
 
 def client_of(experiment: Experiment) -> MlflowClient:
@@ -52,7 +53,7 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def experiment(tmp_path: Path, empty_database: Path) -> Experiment:
     """An experiment whose store is there and empty."""
-    found = made.experiment(tmp_path)
+    found = sweep_experiment(tmp_path)
     Path(found.tracking.folder).mkdir()
     shutil.copy(empty_database, found.tracking.folder)
     return found
@@ -69,7 +70,7 @@ def recorded_campaign(experiment: Experiment, results: list[TrialResult], best: 
 
 
 def test_results_read_back_are_the_results_that_were_written(experiment: Experiment, tmp_path: Path) -> None:
-    results = [made.result(experiment, k, decode, tmp_path) for k, decode in [(None, 92.9), (4, None), (6, 275.9)]]
+    results = [sweep_result(experiment, k, decode, tmp_path) for k, decode in [(None, 92.9), (4, None), (6, 275.9)]]
     recorded_campaign(experiment, results, results[2])
     back = tracking.last_campaign(experiment)
     assert [r.result for r in back] == results
@@ -78,25 +79,25 @@ def test_results_read_back_are_the_results_that_were_written(experiment: Experim
 
 
 def test_a_run_holds_params_metrics_series_tags_and_files(experiment: Experiment, tmp_path: Path) -> None:
-    sampled = made.result(experiment, 6, 275.9, tmp_path, memory_series=made.MEMORY_SERIES)
-    result = made.judged(sampled, Level.SUSPECT, "few_repeats")
+    sampled = sweep_result(experiment, 6, 275.9, tmp_path, memory_series=MEMORY_SERIES)
+    result = with_verdict(sampled, Level.SUSPECT, "few_repeats")
     recorded_campaign(experiment, [result], result)
     parent, child = runs_of(experiment)
     assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
     assert (child.info.run_name, child.info.status, parent.info.status) == ("k=6", "FINISHED", "FINISHED")
     assert child.info.end_time == 1795964700000
-    assert child.data.params[made.K] == "6"
-    wanted = {"status": "complete", "verdict": "suspect", "verdict_reasons": "few_repeats", "key": "key6"}
+    assert child.data.params[K] == "6"
+    wanted = {"status": "complete", "verdict": "suspect", "verdict_reasons": "few_repeats", "key": "key of k=6"}
     assert wanted.items() <= child.data.tags.items()
     assert child.data.tags["point"] == "num_speculative_tokens=6"
-    assert child.data.metrics[f"{made.WORKLOAD}/decode_tok_s"] == 275.9
+    assert child.data.metrics[f"{WORKLOAD}/decode_tok_s"] == 275.9
     assert child.data.metrics["memory/kv_tokens"] == 1371214.0
     client = client_of(experiment)
-    history = client.get_metric_history(child.info.run_id, f"{made.WORKLOAD}/decode_tok_s.by_repeat")
+    history = client.get_metric_history(child.info.run_id, f"{WORKLOAD}/decode_tok_s.by_repeat")
     assert [(m.step, m.value) for m in history] == list(
-        enumerate(result.measurements[made.WORKLOAD].repeats["decode_tok_s"])
+        enumerate(result.measurements[WORKLOAD].repeats["decode_tok_s"])
     )
-    history = client.get_metric_history(child.info.run_id, f"{made.WORKLOAD}/acceptance_by_position")
+    history = client.get_metric_history(child.info.run_id, f"{WORKLOAD}/acceptance_by_position")
     assert [m.step for m in history] == [0, 1, 2, 3, 4, 5]
     memory = client.get_metric_history(child.info.run_id, "memory/gpu0_gib.over_time")
     assert memory[1].timestamp - memory[0].timestamp == 500
@@ -106,7 +107,7 @@ def test_a_run_holds_params_metrics_series_tags_and_files(experiment: Experiment
 
 
 def test_the_parent_run_has_the_config_the_best_and_the_figures(experiment: Experiment, tmp_path: Path) -> None:
-    results = [made.result(experiment, k, decode, tmp_path) for k, decode in [(4, None), (5, 268.2), (6, 275.9)]]
+    results = [sweep_result(experiment, k, decode, tmp_path) for k, decode in [(4, None), (5, 268.2), (6, 275.9)]]
     tracker = Tracker(experiment)
     campaign = tracker.start_campaign(to_yaml(experiment))
     for result in results:
@@ -119,26 +120,26 @@ def test_the_parent_run_has_the_config_the_best_and_the_figures(experiment: Expe
     assert run.data.tags["trials"] == "1 refused, 2 complete"
     assert run.data.metrics["best/decode_tok_s"] == 275.9
     files = {f.path for folder in ("", "figures") for f in client.list_artifacts(campaign, folder)}
-    assert {"config.yaml", f"figures/decode_tok_s.{made.WORKLOAD}.png"} <= files
+    assert {"config.yaml", f"figures/decode_tok_s.{WORKLOAD}.png"} <= files
     assert Path(client.download_artifacts(campaign, "config.yaml")).read_text() == to_yaml(experiment)
 
 
 def test_a_campaign_without_a_best_says_so(experiment: Experiment, tmp_path: Path) -> None:
-    recorded_campaign(experiment, [made.result(experiment, 4, None, tmp_path)])
+    recorded_campaign(experiment, [sweep_result(experiment, 4, None, tmp_path)])
     assert runs_of(experiment, "tags.kind = 'campaign'")[0].data.tags["best"] == "none"
 
 
 def test_numbers_of_the_whole_campaign_are_added_to_its_runs(experiment: Experiment, tmp_path: Path) -> None:
-    result = made.result(experiment, 6, 275.9, tmp_path)
+    result = sweep_result(experiment, 6, 275.9, tmp_path)
     tracker = Tracker(experiment)
     tracker.start_campaign("")
     run_id = tracker.record(result)
-    faster = made.measurement(275.9, 6, speedup=Quantity(value=2.97, low=2.9, high=3.0, n=3))
-    judged = made.judged(replace(result, measurements={made.WORKLOAD: faster}), Level.SUSPECT, "length_differs")
+    faster = sweep_measurement(275.9, 6, speedup=Quantity(value=2.97, low=2.9, high=3.0, n=3))
+    judged = with_verdict(replace(result, measurements={WORKLOAD: faster}), Level.SUSPECT, "length_differs")
     tracker.end_campaign("FINISHED", [judged], judged)
     run = client_of(experiment).get_run(run_id)
-    assert run.data.metrics[f"{made.WORKLOAD}/speedup"] == 2.97
-    assert run.data.metrics[f"{made.WORKLOAD}/speedup.low"] == 2.9
+    assert run.data.metrics[f"{WORKLOAD}/speedup"] == 2.97
+    assert run.data.metrics[f"{WORKLOAD}/speedup.low"] == 2.9
     assert run.data.tags["verdict_reasons"] == "length_differs"
 
 
@@ -157,14 +158,14 @@ def test_every_status_has_its_end(
     store: tuple[Tracker, Experiment], status: TrialStatus, ended: str, tmp_path: Path
 ) -> None:
     tracker, experiment = store
-    run_id = tracker.record(made.result(experiment, 6, 275.9, tmp_path, status=status))
+    run_id = tracker.record(sweep_result(experiment, 6, 275.9, tmp_path, status=status))
     run = client_of(experiment).get_run(run_id)
     assert (run.info.status, run.data.tags["status"]) == (ended, status.value)
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tracker, Experiment]:
-    experiment = made.experiment(tmp_path_factory.mktemp("store"))
+    experiment = sweep_experiment(tmp_path_factory.mktemp("store"))
     tracker = Tracker(experiment)
     tracker.start_campaign("")
     return tracker, experiment
@@ -176,34 +177,34 @@ def database(experiment: Experiment) -> sqlite3.Connection:
 
 def test_nothing_that_is_not_finite_reaches_the_database(store: tuple[Tracker, Experiment], tmp_path: Path) -> None:
     tracker, experiment = store
-    odd = made.measurement(200.0, 6, tpot_s=Quantity(value=math.nan), request_rate=Quantity(value=math.inf))
-    result = made.result(experiment, 6, 200.0, tmp_path)
-    run_id = tracker.record(replace(result, measurements={made.WORKLOAD: odd}))
+    odd = sweep_measurement(200.0, 6, tpot_s=Quantity(value=math.nan), request_rate=Quantity(value=math.inf))
+    result = sweep_result(experiment, 6, 200.0, tmp_path)
+    run_id = tracker.record(replace(result, measurements={WORKLOAD: odd}))
     with database(experiment) as db:
         rows = db.execute("SELECT key, value, is_nan FROM metrics WHERE run_uuid = ?", (run_id,)).fetchall()
     assert len(rows) > 20
     assert all(abs(value) < 1e300 and not is_nan for _, value, is_nan in rows)
     back = tracking.load_run(tracking.store_uri(experiment), run_id)
-    assert back.result.measurements[made.WORKLOAD].metrics["tpot_s"] is None
-    assert back.tags["nonfinite"] == f"{made.WORKLOAD}/request_rate, {made.WORKLOAD}/tpot_s"
+    assert back.result.measurements[WORKLOAD].metrics["tpot_s"] is None
+    assert back.tags["nonfinite"] == f"{WORKLOAD}/request_rate, {WORKLOAD}/tpot_s"
 
 
 def test_one_odd_metric_name_costs_no_other(store: tuple[Tracker, Experiment], tmp_path: Path) -> None:
     tracker, experiment = store
     odd = {name: Quantity(value=float(i)) for i, name in enumerate(["a:b", "a_b", "a@1", "a(ms)", "a,b", "ü"])}
-    result = made.result(experiment, 7, 262.2, tmp_path)
-    run_id = tracker.record(replace(result, measurements={made.WORKLOAD: made.measurement(262.2, 7, **odd)}))
+    result = sweep_result(experiment, 7, 262.2, tmp_path)
+    run_id = tracker.record(replace(result, measurements={WORKLOAD: sweep_measurement(262.2, 7, **odd)}))
     metrics = client_of(experiment).get_run(run_id).data.metrics
-    mine = {k: v for k, v in metrics.items() if re.match(rf"{made.WORKLOAD}/(a|_)", k) and "cceptance" not in k}
+    mine = {k: v for k, v in metrics.items() if re.match(rf"{WORKLOAD}/(a|_)", k) and "cceptance" not in k}
     assert sorted(mine.values()) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    assert metrics[f"{made.WORKLOAD}/decode_tok_s"] == 262.2
+    assert metrics[f"{WORKLOAD}/decode_tok_s"] == 262.2
 
 
 def test_two_hundred_params_and_one_of_ten_kilobytes(store: tuple[Tracker, Experiment], tmp_path: Path) -> None:
     tracker, experiment = store
     args = {f"flag-{i}": i for i in range(199)} | {"hf-overrides": "x" * 10_000}
-    spec = made.spec(experiment, 8, engine=replace(experiment.engine, args=args))
-    run_id = tracker.record(made.result(experiment, 8, 216.3, tmp_path, spec=spec))
+    spec = make_spec(k=8, args=args, experiment=experiment)
+    run_id = tracker.record(sweep_result(experiment, 8, 216.3, tmp_path, spec=spec))
     client = client_of(experiment)
     params = client.get_run(run_id).data.params
     assert sum(key.startswith("engine.args.flag-") for key in params) == 199
@@ -214,8 +215,8 @@ def test_two_hundred_params_and_one_of_ten_kilobytes(store: tuple[Tracker, Exper
 def test_metrics_are_found_by_filters_and_sorted(store: tuple[Tracker, Experiment], tmp_path: Path) -> None:
     tracker, experiment = store
     for k, decode in [(11, 1000.0), (12, 1200.0)]:
-        tracker.record(made.result(experiment, k, decode, tmp_path))
-    for query in ("metrics.decode_tok_s > 900 and metrics.ttft_s < 5", f"metrics.`{made.WORKLOAD}/decode_tok_s` > 900"):
+        tracker.record(sweep_result(experiment, k, decode, tmp_path))
+    for query in ("metrics.decode_tok_s > 900 and metrics.ttft_s < 5", f"metrics.`{WORKLOAD}/decode_tok_s` > 900"):
         assert {run.info.run_name for run in runs_of(experiment, query)} == {"k=11", "k=12"}
     client = client_of(experiment)
     experiment_id = client.get_experiment_by_name(experiment.tracking_name).experiment_id
@@ -227,7 +228,7 @@ def test_a_hundred_thousand_samples_become_a_short_series(store: tuple[Tracker, 
     tracker, experiment = store
     series = {"gpu0_gib": [(i / 10, 90.0 + i % 7) for i in range(100_000)]}
     began = time.monotonic()
-    run_id = tracker.record(made.result(experiment, 13, 100.0, tmp_path, memory_series=series))
+    run_id = tracker.record(sweep_result(experiment, 13, 100.0, tmp_path, memory_series=series))
     assert time.monotonic() - began < 20
     with database(experiment) as db:
         query = "SELECT count(*) FROM metrics WHERE run_uuid = ? AND key LIKE 'memory/%over_time'"
@@ -235,8 +236,8 @@ def test_a_hundred_thousand_samples_become_a_short_series(store: tuple[Tracker, 
 
 
 def test_four_trials_that_end_at_the_same_moment_on_a_fresh_store(tmp_path: Path) -> None:
-    experiment = made.experiment(tmp_path)
-    results = [made.result(experiment, k, 200.0 + k, tmp_path) for k in (5, 6, 7, 8)]
+    experiment = sweep_experiment(tmp_path)
+    results = [sweep_result(experiment, k, 200.0 + k, tmp_path) for k in (5, 6, 7, 8)]
     tracker = Tracker(experiment)
     tracker.start_campaign("")
     gate, failed = threading.Barrier(4), []
@@ -261,16 +262,16 @@ def test_four_trials_that_end_at_the_same_moment_on_a_fresh_store(tmp_path: Path
 
 DRIVER = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from tests.support import recorded_results as made
-from dataclasses import replace
 from orchestrator.tracking import Tracker
+from tests.support.recorded_sweep import sweep_experiment, sweep_result
 folder, name, how = Path(sys.argv[2]), sys.argv[3], sys.argv[4]
-experiment = replace(made.experiment(folder), name=name)
+experiment = replace(sweep_experiment(folder), name=name)
 tracker = Tracker(experiment)
 tracker.start_campaign("")
-results = [made.result(experiment, k, 200.0 + k, folder / name) for k in (5, 6, 7)]
+results = [sweep_result(experiment, k, 200.0 + k, folder / name) for k in (5, 6, 7)]
 for result in results:
     tracker.start_trial(result.spec)
     if how == "die" and result is results[-1]:
@@ -284,7 +285,7 @@ tracker.end_campaign("FINISHED", results, results[0])
 def driver(folder: Path, name: str, how: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-W", "error::DeprecationWarning:orchestrator", "-c", DRIVER]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([*command, str(TESTS), str(folder), name, how], text=True, **pipes)
+    return subprocess.Popen([*command, str(ROOT), str(folder), name, how], text=True, **pipes)
 
 
 def test_two_drivers_that_create_one_fresh_store_at_once_and_say_nothing(tmp_path: Path) -> None:
@@ -293,7 +294,7 @@ def test_two_drivers_that_create_one_fresh_store_at_once_and_say_nothing(tmp_pat
     assert [process.returncode for process in drivers] == [0, 0], told
     assert told == [("", "")] * 2
     for name in ("first", "second"):
-        assert len(tracking.last_campaign(replace(made.experiment(tmp_path), name=name))) == 3
+        assert len(tracking.last_campaign(replace(sweep_experiment(tmp_path), name=name))) == 3
 
 
 def test_runs_of_a_killed_driver_are_closed_and_the_campaign_is_resumed(experiment: Experiment, tmp_path: Path) -> None:
@@ -328,7 +329,7 @@ def test_a_driver_on_another_host_is_left_alone(experiment: Experiment) -> None:
 
 def test_a_resumed_campaign_is_the_same_run_and_holds_every_result_once(experiment: Experiment, tmp_path: Path) -> None:
     folder = {"folder": str(tmp_path / "campaign")}
-    first = made.result(experiment, 5, 268.2, tmp_path)
+    first = sweep_result(experiment, 5, 268.2, tmp_path)
     tracker = Tracker(experiment)
     campaign = tracker.start_campaign("name: old", folder)
     run_id = tracker.record(first)
@@ -337,9 +338,11 @@ def test_a_resumed_campaign_is_the_same_run_and_holds_every_result_once(experime
     again = Tracker(experiment)
     assert again.start_campaign("name: new", folder) == campaign
     assert again.record(first) == run_id
-    changed = made.spec(experiment, 5, key="changed", engine=replace(experiment.engine, args={"max-num-seqs": 2}))
+    changed = make_spec(
+        k=5, experiment=experiment, key="changed", engine=replace(experiment.engine, args={"max-num-seqs": 2})
+    )
     later = "2026-11-29T15:10:00+00:00"
-    other = made.result(experiment, 5, 250.0, tmp_path / "changed", spec=changed, started_at=later)
+    other = sweep_result(experiment, 5, 250.0, tmp_path / "changed", spec=changed, started_at=later)
     assert again.record(other) != run_id
     again.end_campaign("FINISHED", [first, other], first)
     assert [r.result for r in tracking.last_campaign(experiment)] == [first, other]
@@ -348,7 +351,7 @@ def test_a_resumed_campaign_is_the_same_run_and_holds_every_result_once(experime
 
 
 def test_a_new_campaign_is_the_last_and_the_old_one_is_kept(experiment: Experiment, tmp_path: Path) -> None:
-    old, new = made.result(experiment, 5, 268.2, tmp_path / "1"), made.result(experiment, 6, 275.9, tmp_path / "2")
+    old, new = sweep_result(experiment, 5, 268.2, tmp_path / "1"), sweep_result(experiment, 6, 275.9, tmp_path / "2")
     for result in (old, new):
         tracker = Tracker(experiment)
         tracker.start_campaign("", {"folder": str(tmp_path / result.spec.name)})
@@ -361,7 +364,7 @@ def test_a_new_campaign_is_the_last_and_the_old_one_is_kept(experiment: Experime
 def test_a_trial_that_is_open_when_the_campaign_ends_is_killed(experiment: Experiment, tmp_path: Path) -> None:
     tracker = Tracker(experiment)
     tracker.start_campaign("")
-    left = tracker.start_trial(made.spec(experiment, 6))
+    left = tracker.start_trial(make_spec(k=6, experiment=experiment))
     tracker.end_campaign("KILLED", [], None)
     run = client_of(experiment).get_run(left)
     assert (run.info.status, run.data.tags["cause"]) == ("KILLED", "no_result")
@@ -372,16 +375,16 @@ def test_a_fault_of_the_machine_gives_way_to_the_measurement_that_came_after(
     experiment: Experiment, tmp_path: Path
 ) -> None:
     fault = {"status": TrialStatus.INFRASTRUCTURE, "cause": "port_taken", "measurements": {}, "verdict": None}
-    lost = made.result(experiment, 5, 268.2, tmp_path / "1", **fault, verdicts={})
-    found = made.result(experiment, 5, 268.2, tmp_path / "2")
-    only = made.result(experiment, 6, 275.9, tmp_path / "3", **fault, verdicts={})
+    lost = sweep_result(experiment, 5, 268.2, tmp_path / "1", **fault, verdicts={})
+    found = sweep_result(experiment, 5, 268.2, tmp_path / "2")
+    only = sweep_result(experiment, 6, 275.9, tmp_path / "3", **fault, verdicts={})
     recorded_campaign(experiment, [lost, found, only])
     assert [r.result for r in tracking.last_campaign(experiment)] == [found, only]
 
 
 def test_replay_records_what_is_missing_and_nothing_twice(experiment: Experiment, tmp_path: Path) -> None:
     home = tmp_path / "campaign"
-    results = [made.result(experiment, k, 200.0 + k, home / "trials") for k in (5, 6, 7)]
+    results = [sweep_result(experiment, k, 200.0 + k, home / "trials") for k in (5, 6, 7)]
     tracker = Tracker(experiment)
     campaign = tracker.start_campaign("", {"folder": str(home)})
     opened = [tracker.start_trial(result.spec) for result in results[:2]]
@@ -404,12 +407,12 @@ def test_replay_records_what_is_missing_and_nothing_twice(experiment: Experiment
 def test_replay_keeps_the_memory_of_each_version_of_result_json(
     experiment: Experiment, tmp_path: Path, version: int
 ) -> None:
-    result = made.result(experiment, 5, 268.2, tmp_path, memory_series=made.MEMORY_SERIES)
+    result = sweep_result(experiment, 5, 268.2, tmp_path, memory_series=MEMORY_SERIES)
     workdir = Path(result.workdir)
     if version == 1:
         document = json.loads((workdir / "result.json").read_text())
         del document["speculation"]
-        document |= {"schema_version": 1, "memory_series": made.MEMORY_SERIES, "proposals": 5}
+        document |= {"schema_version": 1, "memory_series": MEMORY_SERIES, "proposals": 5}
         (workdir / "result.json").write_text(json.dumps(document))
         (workdir / "memory.csv").unlink()
     (run_id,) = tracking.replay(experiment, [workdir])
@@ -417,20 +420,20 @@ def test_replay_keeps_the_memory_of_each_version_of_result_json(
     assert len(client.get_metric_history(run_id, "memory/gpu0_gib.over_time")) == 100
     assert [f.path for f in client.list_artifacts(run_id, "figures") if "memory" in f.path] == ["figures/memory.png"]
     kept = Path(client.download_artifacts(run_id, "memory.csv", str(tmp_path)))
-    assert trial.read_memory(kept) == made.MEMORY_SERIES
+    assert trial.read_memory(kept) == MEMORY_SERIES
 
 
 def test_replay_into_a_store_that_has_no_campaign_makes_one_and_closes_it(
     experiment: Experiment, tmp_path: Path
 ) -> None:
-    result = made.result(experiment, 5, 268.2, tmp_path)
+    result = sweep_result(experiment, 5, 268.2, tmp_path)
     tracking.replay(experiment, [Path(result.workdir)])
     assert [r.result for r in tracking.last_campaign(experiment)] == [result]
     assert runs_of(experiment, "attributes.status = 'RUNNING'") == []
 
 
 def test_a_torn_result_is_named(experiment: Experiment, tmp_path: Path) -> None:
-    result = made.result(experiment, 5, 268.2, tmp_path)
+    result = sweep_result(experiment, 5, 268.2, tmp_path)
     torn = Path(result.workdir) / "result.json"
     torn.write_text(torn.read_text()[:-20])
     with pytest.raises(TrackingError, match=re.escape(str(torn))):
@@ -438,8 +441,8 @@ def test_a_torn_result_is_named(experiment: Experiment, tmp_path: Path) -> None:
 
 
 def test_result_json_is_strict_and_keeps_unicode_and_null(experiment: Experiment, tmp_path: Path) -> None:
-    spec = made.spec(experiment, 6, name="k=6 “ü” 猫", params={made.K: 6, "engine.args.x": None})
-    result = made.result(experiment, 6, 1e308, tmp_path, spec=spec, reason=None)
+    spec = make_spec(k=6, experiment=experiment, name="k=6 “ü” 猫", params={K: 6, "engine.args.x": None})
+    result = sweep_result(experiment, 6, 1e308, tmp_path, spec=spec, reason=None)
     recorded_campaign(experiment, [result], result)
     back = tracking.last_campaign(experiment)[0]
     text = Path(client_of(experiment).download_artifacts(back.run_id, "result.json")).read_text(encoding="utf-8")
@@ -452,7 +455,7 @@ def test_result_json_is_strict_and_keeps_unicode_and_null(experiment: Experiment
 
 
 def test_reading_makes_no_store(tmp_path: Path) -> None:
-    experiment = made.experiment(tmp_path)
+    experiment = sweep_experiment(tmp_path)
     assert tracking.last_campaign(experiment) == []
     assert tracking.champion(experiment) is None
     assert not Path(experiment.tracking.folder).exists()
@@ -461,7 +464,7 @@ def test_reading_makes_no_store(tmp_path: Path) -> None:
 
 
 def test_the_champion_and_the_one_before(experiment: Experiment, tmp_path: Path) -> None:
-    results = [made.result(experiment, k, 200.0 + k, tmp_path) for k in (5, 6)]
+    results = [sweep_result(experiment, k, 200.0 + k, tmp_path) for k in (5, 6)]
     recorded_campaign(experiment, results, results[1])
     five, six = tracking.last_campaign(experiment)
     assert tracking.champion(experiment) is None
@@ -538,9 +541,9 @@ def test_a_run_that_holds_no_result_is_told(store: tuple[Tracker, Experiment]) -
 def test_a_trial_is_found_by_its_name(experiment: Experiment, tmp_path: Path) -> None:
     uri = tracking.store_uri(experiment)
     other = replace(experiment, name="other")
-    first = made.result(experiment, 6, 270.0, tmp_path / "1")
-    again = made.result(experiment, 6, 275.9, tmp_path / "2", started_at="2026-11-29T16:00:00+00:00")
-    elsewhere = made.result(other, 6, 100.0, tmp_path / "3", started_at="2026-11-29T17:00:00+00:00")
+    first = sweep_result(experiment, 6, 270.0, tmp_path / "1")
+    again = sweep_result(experiment, 6, 275.9, tmp_path / "2", started_at="2026-11-29T16:00:00+00:00")
+    elsewhere = sweep_result(other, 6, 100.0, tmp_path / "3", started_at="2026-11-29T17:00:00+00:00")
     for owner, results in ((experiment, [first, again]), (other, [elsewhere])):
         tracker = Tracker(owner)
         tracker.start_campaign("")
@@ -557,7 +560,7 @@ def test_artifacts_stay_under_the_tracking_folder_whatever_the_working_directory
     relative = replace(experiment, tracking=Tracking(folder="mlruns"))
     monkeypatch.chdir(tmp_path)
     uri = tracking.store_uri(relative)
-    result = made.result(relative, 5, 268.2, tmp_path / "trials")
+    result = sweep_result(relative, 5, 268.2, tmp_path / "trials")
     recorded_campaign(relative, [result], result)
     run_id = tracking.last_campaign(relative)[0].run_id
     monkeypatch.chdir("/")
