@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from orchestrator.config import EngineSpec, Placement, Ready, Stop, TrialSpec, Workload
 from orchestrator.engines import ENGINES
+from orchestrator.errors import EngineFailure
 from orchestrator.node.launch import run_engine
 from orchestrator.node.leftovers import MARKER
 from orchestrator.node.server import Server
@@ -47,6 +49,15 @@ def run_stand_in(
 ) -> contextlib.AbstractContextManager[Server]:
     """The engine of `spec`, started as a trial starts it; its files are in `folder`/trial."""
     return run_engine(ENGINES[spec.kind], spec, workdir=folder / "trial", ports=PORTS, gpu_ids=gpu_ids, **more)
+
+
+def failure_of(spec: EngineSpec, folder: Path, **more: object) -> tuple[EngineFailure, float]:
+    """How it failed to become ready, and after how many seconds."""
+    began = time.monotonic()
+    with pytest.raises(EngineFailure) as caught, run_stand_in(spec, folder, **more):
+        pytest.fail("it became ready")
+    assert marked() == []
+    return caught.value, time.monotonic() - began
 
 
 def program(folder: Path, source: str) -> list[str]:

@@ -16,9 +16,8 @@ from orchestrator.measure import formulas
 from orchestrator.measure.client import Client, RequestError, Target, list_models, one_completion
 from orchestrator.measure.formulas import Window
 from orchestrator.measure.workload import SizedText, build_prompts
+from tests.support.dialects import DIALECTS
 from tests.support.fake.talk import FakeEngine
-
-DIALECTS = ("vllm", "sglang", "llamacpp")
 
 
 def run(engine: FakeEngine, workload: Workload, repeat: int = 0, **how: Any) -> Window:
