@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.support.fake.talk import FakeEngine
-from tests.support.paths import FAKE_ENGINE
+from tests.support.paths import FAKE_ENGINE, TESTS
 
 # A runner in the background, or under nohup, hands ignored signals on to every process that a test starts.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -28,8 +28,15 @@ _OURS = ("VLLM_", "SGLANG_", "LLAMA_", "FAKE_ENGINE", "MLFLOW_", "RAY_", "HF_", 
 _FOUND = [name for name in os.environ if name.startswith(_OURS) or name.upper().endswith(("_PROXY", "_API_KEY"))]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Real engines and Ray first: with the quick files behind them, workers side by side end together."""
+    """Real engines and Ray first: with the quick files behind them, workers side by side end together.
+
+    Every integration test is slow.
+    """
+    for item in items:
+        if TESTS / "integration" in item.path.parents:
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: not (item.get_closest_marker("real") or item.get_closest_marker("ray")))
 
 

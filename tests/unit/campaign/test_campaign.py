@@ -15,6 +15,8 @@ from orchestrator.trial import TrialResult
 from tests.support.builders import WORKLOAD, K
 from tests.support.campaigns import NO_SPEC, answer, by_k, drive, fault, k_sweep, open_checked, runs
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_point_is_started_once_and_the_best_is_named(tmp_path: Path) -> None:
     swept = k_sweep(tmp_path, variants=NO_SPEC, baseline="no-spec")

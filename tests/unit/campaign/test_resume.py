@@ -22,6 +22,8 @@ from tests.support.builders import SPECULATION, WORKLOAD
 from tests.support.campaigns import by_k, drive, fault, k_sweep, open_checked, runs
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 
 def test_resume_starts_only_what_is_missing(tmp_path: Path) -> None:
     swept = k_sweep(tmp_path)

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from orchestrator.campaign.campaign import Campaign
 from orchestrator.campaign.launches import Launch
 from orchestrator.config import Experiment
@@ -14,6 +16,8 @@ from orchestrator.trial import TrialResult
 from orchestrator.tuning.sampler import make_sampler
 from tests.support.builders import K
 from tests.support.campaigns import answer, drive, fault, k_sweep, open_checked
+
+pytestmark = pytest.mark.slow
 
 SPACE = {
     "engine.args.speculative-config.method": ["ngram", "suffix"],

@@ -20,6 +20,8 @@ from tests.support.dialects import DIALECTS, METRICS_FLAGS
 from tests.support.fake.talk import DSPARK_6, FakeEngine
 from tests.support.measured import DRAFTED_BY_DSPARK, codes, measured, value
 
+pytestmark = pytest.mark.slow
+
 SPECULATING = Surroundings(speculation=DRAFTED_BY_DSPARK)
 
 

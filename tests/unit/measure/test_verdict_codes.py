@@ -18,6 +18,8 @@ from tests.support.dialects import METRICS_FLAGS
 from tests.support.fake.talk import DSPARK_6, FakeEngine
 from tests.support.measured import DRAFTED_BY_DSPARK, codes, measured, value
 
+pytestmark = pytest.mark.slow
+
 OVERRIDDEN = "WARNING Default vLLM sampling parameters have been overridden by the model's generation_config.json\n"
 
 

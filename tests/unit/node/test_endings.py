@@ -19,6 +19,8 @@ from orchestrator.node import leftovers
 from tests.support.launches import engine_spec, gone, marked, run_stand_in, written_pids
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_killed_keeper_is_noticed_and_its_engine_ended(tmp_path: Path) -> None:
     children = tmp_path / "children"

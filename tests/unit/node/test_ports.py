@@ -88,6 +88,7 @@ def test_a_port_in_time_wait_is_used_when_there_is_no_other() -> None:
             assert second == 24200
 
 
+@pytest.mark.slow
 def test_eight_starts_at_once_share_no_port_and_no_cache(tmp_path: Path) -> None:
     record = tmp_path / "record"
     together = threading.Barrier(8)

@@ -11,6 +11,8 @@ from orchestrator.config import Ready
 from orchestrator.measure import client
 from tests.support.launches import KINDS, engine_spec, failure_of, program, run_stand_in
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ready_is_not_believed_too_early(tmp_path: Path, kind: str) -> None:

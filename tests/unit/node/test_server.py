@@ -16,6 +16,8 @@ from orchestrator.node.launch import new_key
 from orchestrator.node.program import shell_line
 from tests.support.launches import KINDS, alive, engine_spec, failure_of, marked, run_stand_in, written_pids
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_comes_answers_and_leaves_nothing(tmp_path: Path, kind: str) -> None:

@@ -78,6 +78,7 @@ def test_the_script_starts_the_engine_on_any_port(tmp_path: Path, free_port: Cal
     assert '"method": "ngram"' in text or '"method":"ngram"' in text
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_serve_deploy_takes_the_config(tmp_path: Path, free_port: Callable[[], int]) -> None:

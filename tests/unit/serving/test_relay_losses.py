@@ -76,6 +76,7 @@ def test_a_document_that_breaks_off_ends_visibly_incomplete() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_slow_reader_holds_the_engine_back_instead_of_filling_memory() -> None:
     sent = 0
 
@@ -146,6 +147,7 @@ def test_a_silent_engine_is_a_timeout() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_clients_that_leave_are_noticed_by_the_engine_at_every_moment(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", tokens_per_s=20.0, ttft_s=0.3)
     body = json.dumps({"model": engine.model, "prompt": "once", "max_tokens": 500, "stream": True}).encode()

@@ -29,6 +29,8 @@ from tests.support.fake.talk import (
     until,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_the_key_is_asked_for(fake_engine: Callable[..., FakeEngine], dialect: str) -> None:

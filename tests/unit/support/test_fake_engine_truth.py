@@ -26,6 +26,8 @@ from tests.support.fake.talk import (
     timed,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_counters_tell_what_was_served(fake_engine: Callable[..., FakeEngine], dialect: str) -> None:

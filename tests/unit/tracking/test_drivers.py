@@ -9,6 +9,8 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from orchestrator import tracking
 from orchestrator.config import Experiment
 from orchestrator.errors import TrackingError
@@ -17,6 +19,8 @@ from orchestrator.trial import TrialResult
 from tests.support.mlflow_store import client_of, runs_of
 from tests.support.paths import ROOT
 from tests.support.recorded_sweep import sweep_experiment, sweep_result
+
+pytestmark = pytest.mark.slow
 
 
 def test_four_trials_that_end_at_the_same_moment_on_a_fresh_store(tmp_path: Path) -> None:
