@@ -21,7 +21,7 @@ NO_SPEC = {"no-spec": {CONFIG: None}}
 
 def k_sweep(folder: Path, **arguments: Any) -> Experiment:
     """Three points, unless the arguments of make_experiment name others."""
-    return make_experiment(folder, **{"grid": {K: [2, 4, 6]}, **arguments})
+    return make_experiment(folder, **{"name": "swept", "grid": {K: [2, 4, 6]}, **arguments})
 
 
 def answer(launch: Launch, rate: float = 100.0, **fields: Any) -> TrialResult:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.support.campaigns import by_k, drive, k_sweep, open_checked, runs
 
 
@@ -27,6 +29,7 @@ def _rename(folder: Path, table: str, name: str) -> None:
         database.execute(f"ALTER TABLE {table} RENAME TO {name}")
 
 
+@pytest.mark.slow
 def test_a_store_that_fails_for_a_while_has_every_result_in_the_end(tmp_path: Path) -> None:
     swept = k_sweep(tmp_path)
     with open_checked(swept) as running:
@@ -40,6 +43,7 @@ def test_a_store_that_fails_for_a_while_has_every_result_in_the_end(tmp_path: Pa
     assert sorted(runs(swept)) == [(f"k={k}", "FINISHED", None) for k in (2, 4, 6)]
 
 
+@pytest.mark.slow
 def test_a_store_that_stays_down_costs_the_run_ids_until_the_campaign_is_resumed(tmp_path: Path) -> None:
     swept = k_sweep(tmp_path)
     with open_checked(swept) as running:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from orchestrator.campaign.budget import TimeBudget
 from orchestrator.campaign.launches import Event, Launch
 from orchestrator.outcome import TrialStatus
@@ -21,6 +23,7 @@ def test_budget_is_told_after_the_first_start_and_kept(tmp_path: Path) -> None:
         assert "300" in running.skipped[0][1]
 
 
+@pytest.mark.slow
 def test_no_budget_no_note(tmp_path: Path) -> None:
     told: list[Event] = []
     with open_checked(k_sweep(tmp_path), on_event=told.append) as running:
@@ -28,6 +31,7 @@ def test_no_budget_no_note(tmp_path: Path) -> None:
     assert not [event for event in told if event.note]
 
 
+@pytest.mark.slow
 def test_a_refused_start_does_not_count_as_the_time_of_a_trial(tmp_path: Path) -> None:
     (launch,) = plan_launches(tmp_path)
     budget = TimeBudget(1000.0)

@@ -19,6 +19,7 @@ def promote(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return program.main()
 
 
+@pytest.mark.slow
 def test_a_failed_trial_is_not_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

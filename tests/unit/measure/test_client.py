@@ -60,6 +60,7 @@ def test_what_was_sent_is_what_the_trace_says(
         assert (request["temperature"], request["top_p"], request["seed"]) == (0.5, 0.9, 7)
 
 
+@pytest.mark.slow
 def test_decode_rate_is_the_engines_own_whatever_a_chunk_holds(fake_engine: Callable[..., FakeEngine]) -> None:
     for behaviour in ({}, {"tokens_per_chunk": 4}, {"comments": True, "crlf": True}, {"utf8_split": True}):
         engine = fake_engine("vllm", tokens_per_s=200.0, **behaviour)

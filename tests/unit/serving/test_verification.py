@@ -20,6 +20,7 @@ NGRAM = Speculation(method="NGRAM", proposals=4, forget_path="/flush_cache?timeo
 FLAGS = ("--enable-metrics", "--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "5")
 
 
+@pytest.mark.slow
 def test_every_attempt_forgets_and_asks_other_texts(
     fake_engine: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
