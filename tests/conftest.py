@@ -10,16 +10,15 @@ import subprocess
 import sys
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.support.paths import FAKE_ENGINE
+from tests.support.fake.talk import FakeEngine
+from tests.support.paths import FAKE_ENGINE, TESTS
 
 # A runner in the background, or under nohup, hands ignored signals on to every process that a test starts.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -29,8 +28,15 @@ _OURS = ("VLLM_", "SGLANG_", "LLAMA_", "FAKE_ENGINE", "MLFLOW_", "RAY_", "HF_", 
 _FOUND = [name for name in os.environ if name.startswith(_OURS) or name.upper().endswith(("_PROXY", "_API_KEY"))]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Real engines and Ray first: with the quick files behind them, workers side by side end together."""
+    """Real engines and Ray first: with the quick files behind them, workers side by side end together.
+
+    Every integration test is slow.
+    """
+    for item in items:
+        if TESTS / "integration" in item.path.parents:
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: not (item.get_closest_marker("real") or item.get_closest_marker("ray")))
 
 
@@ -57,39 +63,6 @@ def engine_command() -> Callable[[str], list[str]]:
 def free_port() -> Callable[[], int]:
     """A loopback port that was free a moment ago."""
     return _free_port
-
-
-@dataclass(frozen=True, slots=True)
-class FakeEngine:
-    """A running stand-in. base_url has no /v1."""
-
-    base_url: str
-    port: int
-    model: str
-    process: subprocess.Popen[bytes]
-    log_path: Path
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    @property
-    def log(self) -> str:
-        return self.log_path.read_text(encoding="utf-8", errors="replace")
-
-    def get(self, path: str) -> str:
-        """Body of a GET. Raises urllib's HTTPError for a status of 400 and more."""
-        with urllib.request.urlopen(self.base_url + path, timeout=10) as answer:
-            return answer.read().decode()
-
-    def post(self, path: str, body: dict[str, Any], api_key: str | None = None) -> str:
-        """Whole body of a POST, streams included."""
-        headers = {"Content-Type": "application/json"}
-        if api_key:
-            headers["Authorization"] = f"Bearer {api_key}"
-        request = urllib.request.Request(self.base_url + path, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.read().decode()
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from orchestrator.config import Placement
 from orchestrator.errors import MachineError
 from orchestrator.serving import service
 from orchestrator.serving.head import Head, _environment, _make_token, local_head, require_room, start_head, stop_head
-from tests.support import serving_bench as bench
 from tests.support.launches import gone
+from tests.support.stand_in_service import record_campaign, service_experiment, stand_in_result
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -109,7 +109,7 @@ def test_an_engine_on_another_node_is_reached(
     tmp_path: Path, free_port: Callable[[], int], request: pytest.FixtureRequest
 ) -> None:
     """The head has no GPU, the second node has both: the gateway stays on the head, the engine goes to its GPUs."""
-    experiment = bench.experiment(tmp_path, "far", free_port(), gpus=2)
+    experiment = service_experiment(tmp_path, "far", free_port(), gpus=2)
     folder = tmp_path / "mlruns" / "serving"
     head = start_head(folder, num_gpus=0)
     request.addfinalizer(lambda: stop_head(folder))
@@ -128,7 +128,7 @@ def test_an_engine_on_another_node_is_reached(
         while len(cluster.alive_nodes()) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.2)
-    bench.record(experiment, bench.result(experiment, "far", tokens_per_s=200))
+    record_campaign(experiment, stand_in_result(experiment, "far", tokens_per_s=200))
     report = service.promote(experiment)
     assert report.decision == "promoted", report
     body = json.dumps({"model": "served", "prompt": "x", "max_tokens": 5, "stream": True}).encode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import urllib.parse
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from orchestrator import tracking
 from orchestrator.config import Experiment, to_yaml
 from orchestrator.tracking import Tracker
 from tests.support import mlflow_server
-from tests.support import recorded_results as made
+from tests.support.builders import WORKLOAD, K
+from tests.support.recorded_sweep import sweep_experiment, sweep_result
 
 # A server starts in 7 s on an idle machine and in a minute on a busy one.
 pytestmark = pytest.mark.timeout(600)
@@ -43,13 +45,13 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     if not CHROMIUM.exists():
         pytest.fail(f"{CHROMIUM} is missing; install it with: apt-get install chromium")
     folder = tmp_path_factory.mktemp("ui")
-    experiment = made.experiment(folder)
+    experiment = sweep_experiment(folder)
     results = [
-        made.result(experiment, k, rate, folder) for k, rate in [(None, 92.9), (4, None), (5, 268.2), (6, 275.9)]
+        sweep_result(experiment, k, rate, folder) for k, rate in [(None, 92.9), (4, None), (5, 268.2), (6, 275.9)]
     ]
     tracker = Tracker(experiment)
     tracker.start_campaign(to_yaml(experiment))
@@ -73,23 +75,23 @@ def rendered(page: str, folder: Path, name: str) -> tuple[str, bytes]:
     return took.stdout.decode(), picture.read_bytes()
 
 
-def test_the_runs_table_lists_every_trial_fastest_first(site, tmp_path):
+def test_the_runs_table_lists_every_trial_fastest_first(site: Site, tmp_path: Path) -> None:
     dom, picture = rendered(tracking.runs_page(site.experiment, site.url), tmp_path, "runs")
     places = [dom.index(f">{name}<") for name in ("k=6", "k=5", "no-spec", "k=4")]
     assert places == sorted(places)
     assert picture.startswith(b"\x89PNG")
 
 
-def test_the_compare_page_shows_both_runs_their_params_and_metrics(site, tmp_path):
+def test_the_compare_page_shows_both_runs_their_params_and_metrics(site: Site, tmp_path: Path) -> None:
     chosen = {"runs": json.dumps([site.runs["k=5"], site.runs["k=6"]]), "experiments": '["1"]'}
     query = urllib.parse.urlencode(chosen, quote_via=urllib.parse.quote)
     dom, picture = rendered(f"{site.url}/#/compare-runs?{query}", tmp_path, "compare")
-    for text in ("Comparing 2 Runs", "k=5", "k=6", f"{made.WORKLOAD}/decode_tok_s", made.K, "268.2", "275.9"):
+    for text in ("Comparing 2 Runs", "k=5", "k=6", f"{WORKLOAD}/decode_tok_s", K, "268.2", "275.9"):
         assert text in dom
     assert picture.startswith(b"\x89PNG")
 
 
-def test_the_page_of_a_failed_trial_says_why(site, tmp_path):
+def test_the_page_of_a_failed_trial_says_why(site: Site, tmp_path: Path) -> None:
     dom, _ = rendered(f"{site.url}/#/experiments/1/runs/{site.runs['k=4']}", tmp_path, "failed")
     for text in ("k_below_block_size", "below the checkpoint's block size 5", "num_speculative_tokens of 5 or more"):
         assert text in dom

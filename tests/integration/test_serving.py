@@ -8,9 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,19 +15,17 @@ from typing import Any
 import psutil
 import pytest
 
-from orchestrator import cluster, tracking
+from orchestrator import cluster
 from orchestrator.config import Experiment
 from orchestrator.errors import ConfigError, MachineError, PromotionError
 from orchestrator.measure.verdict import Level
 from orchestrator.serving import service as serving
 from orchestrator.serving.head import Head, start_head, stop_head
-from tests.support import serving_bench as bench
+from tests.support.fake.talk import FakeEngine
+from tests.support.service_users import RETRY_AFTER, Stream, Watch, aliases, get, running, served, starts, until
+from tests.support.stand_in_service import record_campaign, service_experiment, stand_in_result
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
-
-
-# The header of every 503 that any request of these tests has met; -1 where it was missing.
-RETRY_AFTER: list[int] = []
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +54,7 @@ def service(folder: Path, head: Head, free_port: Callable[[], int]) -> Iterator[
     made: list[Experiment] = []
 
     def make(name: str, **options: Any) -> Experiment:
-        made.append(bench.experiment(folder, name, free_port(), **options))
+        made.append(service_experiment(folder, name, free_port(), **options))
         return made[-1]
 
     yield make
@@ -68,109 +63,15 @@ def service(folder: Path, head: Head, free_port: Callable[[], int]) -> Iterator[
             serving.Deployment(experiment=experiment).delete()
 
 
-def get(
-    experiment: Experiment, path: str, body: dict[str, Any] | None = None, key: str | None = None
-) -> tuple[int, str]:
-    """(status, text) of one request; (0, reason) when nobody listens or the answer broke off."""
-    data = json.dumps(body).encode() if body is not None else None
-    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-    request = urllib.request.Request(f"http://127.0.0.1:{experiment.serving.port}{path}", data, headers)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        if error.code == 503:
-            RETRY_AFTER.append(int(error.headers.get("Retry-After", -1)))
-        return error.code, error.read().decode()
-    except OSError as error:
-        return 0, str(error)
-
-
-def served(experiment: Experiment) -> dict[str, Any]:
-    status, text = get(experiment, "/orchestrator")
-    assert status == 200, text
-    document: dict[str, Any] = json.loads(text)
-    return document
-
-
-def aliases(experiment: Experiment) -> tuple[str | None, str | None]:
-    champion, previous = tracking.champion(experiment), tracking.previous(experiment)
-    return champion.run_id if champion else None, previous.run_id if previous else None
-
-
-def starts(record: Path) -> list[dict[str, Any]]:
-    """What the stand-in noted of each of its starts, the oldest first."""
-    return [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()] if record.exists() else []
-
-
-def running(record: Path) -> list[int]:
-    return [start["pid"] for start in starts(record) if psutil.pid_exists(start["pid"])]
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> float:
-    """Seconds until it came true."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < timeout_s, "the condition did not come true"
-        time.sleep(0.05)
-    return time.monotonic() - began
-
-
-class Stream:
-    """An answer whose first line is here; what follows is read in the background."""
-
-    def __init__(self, experiment: Experiment, body: dict[str, Any]) -> None:
-        self._text = ""
-        self._begun = threading.Event()
-        self._thread = threading.Thread(target=self._read, args=(experiment.serving.port, body))
-        self._thread.start()
-        assert self._begun.wait(30)
-
-    def rest(self) -> str:
-        """All that came, once the answer has ended."""
-        self._thread.join(timeout=60)
-        assert not self._thread.is_alive()
-        return self._text
-
-    def _read(self, port: int, body: dict[str, Any]) -> None:
-        headers = {"Content-Type": "application/json"}
-        url = f"http://127.0.0.1:{port}/v1/completions"
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            for line in answer:
-                self._text += line.decode()
-                self._begun.set()
-
-
-class Watch:
-    """Asks again and again, as users do, and keeps the statuses."""
-
-    def __init__(self, experiment: Experiment) -> None:
-        self.statuses: list[int] = []
-        self._experiment = experiment
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._done.wait(0.2):
-            self.statuses.append(get(self._experiment, "/v1/models")[0])
-
-
 def test_the_life_of_a_service_on_exactly_two_gpus(service: Callable[..., Experiment], tmp_path: Path) -> None:
     experiment = service("life", gpus=2)
     record = tmp_path / "starts.jsonl"
     behaviour = {"record": str(record), "record_env": ["CUDA_VISIBLE_DEVICES"]}
-    slow, fast = (bench.result(experiment, n, tokens_per_s=r, **behaviour) for n, r in (("slow", 150), ("fast", 300)))
-    same = bench.result(experiment, "same", tokens_per_s=301, **behaviour)
-    slow_id, fast_id, same_id = bench.record(experiment, slow, fast, same)
+    slow, fast = (
+        stand_in_result(experiment, n, tokens_per_s=r, **behaviour) for n, r in (("slow", 150), ("fast", 300))
+    )
+    same = stand_in_result(experiment, "same", tokens_per_s=301, **behaviour)
+    slow_id, fast_id, same_id = record_campaign(experiment, slow, fast, same)
     said: list[str] = []
 
     first = serving.promote(experiment, run_id=slow_id, say=said.append)
@@ -221,11 +122,11 @@ def test_the_life_of_a_service_on_exactly_two_gpus(service: Callable[..., Experi
 def test_challengers_that_fail_are_rolled_back(service: Callable[..., Experiment], tmp_path: Path) -> None:
     experiment = service("failing")
     record = tmp_path / "starts.jsonl"
-    good = bench.result(experiment, "good", tokens_per_s=200, record=str(record))
-    crashing = bench.result(experiment, "crashing", tokens_per_s=400, fail="vllm_cpu_fail_maxlen_over_kv.log")
-    slow = bench.result(experiment, "slow", tokens_per_s=200, recorded_tok_s=500, record=str(record))
-    wrong = bench.result(experiment, "wrong", tokens_per_s=500, faults={"error_object": 2}, record=str(record))
-    good_id, crashing_id, slow_id, wrong_id = bench.record(experiment, good, crashing, slow, wrong)
+    good = stand_in_result(experiment, "good", tokens_per_s=200, record=str(record))
+    crashing = stand_in_result(experiment, "crashing", tokens_per_s=400, fail="vllm_cpu_fail_maxlen_over_kv.log")
+    slow = stand_in_result(experiment, "slow", tokens_per_s=200, recorded_tok_s=500, record=str(record))
+    wrong = stand_in_result(experiment, "wrong", tokens_per_s=500, faults={"error_object": 2}, record=str(record))
+    good_id, crashing_id, slow_id, wrong_id = record_campaign(experiment, good, crashing, slow, wrong)
     first = serving.promote(experiment, run_id=good_id)
     assert first.decision == "promoted", first
 
@@ -243,7 +144,7 @@ def test_challengers_that_fail_are_rolled_back(service: Callable[..., Experiment
 
 def test_the_first_challenger_that_fails_leaves_nothing(service: Callable[..., Experiment]) -> None:
     experiment = service("first", deadline_s=10)
-    (run_id,) = bench.record(experiment, bench.result(experiment, "dumb", silent_load_s=600))
+    (run_id,) = record_campaign(experiment, stand_in_result(experiment, "dumb", silent_load_s=600))
     report = serving.promote(experiment, run_id=run_id)
     assert (report.decision, report.exit_code, report.serving_run_id) == ("failed", 1, None)
     assert "serving.deadline_s" in report.reason
@@ -255,7 +156,7 @@ def test_the_first_challenger_that_fails_leaves_nothing(service: Callable[..., E
 def test_what_dies_in_service_is_replaced(service: Callable[..., Experiment], tmp_path: Path) -> None:
     experiment = service("dying")
     record = tmp_path / "starts.jsonl"
-    (run_id,) = bench.record(experiment, bench.result(experiment, "mortal", tokens_per_s=200, record=str(record)))
+    (run_id,) = record_campaign(experiment, stand_in_result(experiment, "mortal", tokens_per_s=200, record=str(record)))
     assert serving.promote(experiment, force=True).decision == "promoted"
     body = {"model": "served", "prompt": "once", "max_tokens": 20_000, "stream": True}
 
@@ -283,7 +184,7 @@ def test_engines_come_and_go_with_the_requests(service: Callable[..., Experiment
     scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2, "metrics_interval_s": 0.5}
     hasty = {"look_back_period_s": 1, "upscale_delay_s": 1, "downscale_delay_s": 2}
     experiment = service("scaling", autoscaling={**scaling, **hasty})
-    bench.record(experiment, bench.result(experiment, "scaling", tokens_per_s=50))
+    record_campaign(experiment, stand_in_result(experiment, "scaling", tokens_per_s=50))
     assert serving.promote(experiment).decision == "promoted"
     assert served(experiment)["engines"] == 1
     body = {"model": "served", "prompt": "once", "max_tokens": 100, "ignore_eos": True}
@@ -329,7 +230,7 @@ def test_a_killed_driver_leaves_a_service_that_the_next_command_manages(
     service: Callable[..., Experiment], folder: Path
 ) -> None:
     experiment = service("orphan")
-    (run_id,) = bench.record(experiment, bench.result(experiment, "only", tokens_per_s=100))
+    (run_id,) = record_campaign(experiment, stand_in_result(experiment, "only", tokens_per_s=100))
     script = (
         "import sys; from orchestrator import config; from orchestrator.serving import service as serving\n"
         "def say(text):\n    print(text, flush=True)\n"
@@ -362,7 +263,7 @@ def test_the_key_of_the_environment_is_asked_for(
     service: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     experiment = service("locked", api_key_env="SERVICE_KEY", route="/llm")
-    bench.record(experiment, bench.result(experiment, "locked"))
+    record_campaign(experiment, stand_in_result(experiment, "locked"))
     with pytest.raises(ConfigError, match="SERVICE_KEY is not set"):
         serving.promote(experiment)
     monkeypatch.setenv("SERVICE_KEY", "sesame")
@@ -379,9 +280,9 @@ def test_the_key_of_the_environment_is_asked_for(
 
 def test_only_what_is_proven_is_promoted(service: Callable[..., Experiment]) -> None:
     experiment = service("gate")
-    invalid = bench.result(experiment, "invalid", level=Level.INVALID)
-    suspect = bench.result(experiment, "suspect", level=Level.SUSPECT)
-    invalid_id, suspect_id = bench.record(experiment, invalid, suspect)
+    invalid = stand_in_result(experiment, "invalid", level=Level.INVALID)
+    suspect = stand_in_result(experiment, "suspect", level=Level.SUSPECT)
+    invalid_id, suspect_id = record_campaign(experiment, invalid, suspect)
     for run_id, level in ((invalid_id, "invalid"), (suspect_id, "suspect")):
         with pytest.raises(PromotionError, match=f"its numbers are {level}"):
             serving.promote(experiment, run_id=run_id)
@@ -391,22 +292,24 @@ def test_only_what_is_proven_is_promoted(service: Callable[..., Experiment]) -> 
 
 
 def test_nobody_else_is_let_in_without_a_key(folder: Path) -> None:
-    experiment = bench.experiment(folder, "open", 8000, host="0.0.0.0")
+    experiment = service_experiment(folder, "open", 8000, host="0.0.0.0")
     with pytest.raises(ConfigError, match="can be reached by others"):
         serving.promote(experiment)
 
 
 def test_an_engine_that_has_no_room_is_refused(service: Callable[..., Experiment]) -> None:
     experiment = service("large", gpus=4)
-    bench.record(experiment, bench.result(experiment, "large"))
+    record_campaign(experiment, stand_in_result(experiment, "large"))
     with pytest.raises(MachineError, match=r"4 GPUs and 1 CPUs on ONE node; the nodes have: .* 2 GPUs"):
         serving.promote(experiment)
 
 
-def test_a_port_that_is_taken_is_named(service: Callable[..., Experiment], fake_engine) -> None:
+def test_a_port_that_is_taken_is_named(
+    service: Callable[..., Experiment], fake_engine: Callable[..., FakeEngine]
+) -> None:
     experiment = service("taken")
     stranger = fake_engine("vllm")
-    bench.record(experiment, bench.result(experiment, "taken"))
-    taken = bench.experiment(Path(experiment.engine.root), "taken", stranger.port)
+    record_campaign(experiment, stand_in_result(experiment, "taken"))
+    taken = service_experiment(Path(experiment.engine.root), "taken", stranger.port)
     with pytest.raises(MachineError, match=f"serving.port: {stranger.port} on 127.0.0.1"):
         serving.promote(taken)

@@ -15,20 +15,20 @@ from orchestrator.config import Tracking, to_yaml
 from orchestrator.errors import TrackingError
 from orchestrator.tracking import Tracker
 from tests.support import mlflow_server
-from tests.support import recorded_results as made
+from tests.support.recorded_sweep import sweep_experiment, sweep_result
 
 # A server starts in 7 s on an idle machine and in a minute on a busy one.
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_a_server_that_goes_down_loses_nothing(tmp_path, capfd):
+def test_a_server_that_goes_down_loses_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     port = mlflow_server.free_port()
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{tmp_path}/server.db"]
     command += ["--artifacts-destination", str(tmp_path / "served"), "--host", "127.0.0.1"]
     command += ["--port", str(port), "--workers", "1"]
-    experiment = made.experiment(tmp_path, tracking=Tracking(uri=f"http://127.0.0.1:{port}"))
+    experiment = sweep_experiment(tmp_path, tracking=Tracking(uri=f"http://127.0.0.1:{port}"))
     home = tmp_path / "campaign"
-    results = [made.result(experiment, k, 200.0 + k, home / "trials") for k in (5, 6, 7)]
+    results = [sweep_result(experiment, k, 200.0 + k, home / "trials") for k in (5, 6, 7)]
 
     with mlflow_server.running(command, port, tmp_path / "server.log"):
         tracker = Tracker(experiment)
@@ -72,7 +72,7 @@ def test_a_server_that_goes_down_loses_nothing(tmp_path, capfd):
     assert (told.out, told.err) == ("", "")
 
 
-def test_a_server_that_is_not_there_is_told_before_anything_starts(tmp_path):
-    gone = replace(made.experiment(tmp_path), tracking=Tracking(uri=f"http://127.0.0.1:{mlflow_server.free_port()}"))
+def test_a_server_that_is_not_there_is_told_before_anything_starts(tmp_path: Path) -> None:
+    gone = replace(sweep_experiment(tmp_path), tracking=Tracking(uri=f"http://127.0.0.1:{mlflow_server.free_port()}"))
     with pytest.raises(TrackingError, match="cannot be opened"):
         Tracker(gone)

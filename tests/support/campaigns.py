@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,49 +11,27 @@ from mlflow import MlflowClient
 
 from orchestrator.campaign.campaign import Campaign, open_campaign
 from orchestrator.campaign.launches import Launch
-from orchestrator.config import EngineSpec, Experiment, Objective, Search, Tracking, Workload
-from orchestrator.measure.verdict import Level, Verdict
+from orchestrator.config import Experiment
 from orchestrator.outcome import TrialStatus
 from orchestrator.trial import TrialResult
-from tests.support import made_results as made
+from tests.support.builders import CONFIG, K, make_experiment, make_result
 
-K = "engine.args.speculative-config.num_speculative_tokens"
-NO_SPEC = {"no-spec": {"engine.args.speculative-config": None}}
-SPECULATION = {"speculative-config": {"method": "ngram", "num_speculative_tokens": 2}}
+NO_SPEC = {"no-spec": {CONFIG: None}}
 
 
-def experiment(folder: Path, **sections: Any) -> Experiment:
-    """A k sweep; keyword arguments that are no section of an Experiment are those of the search."""
-    others = {key: sections.pop(key) for key in ("objective", "engine") if key in sections}
-    return Experiment(
-        name="swept",
-        workloads={"chat": Workload()},
-        search=Search(**{"grid": {K: [2, 4, 6]}, **sections}),
-        tracking=Tracking(folder=str(folder / "mlruns")),
-        **{
-            "engine": EngineSpec(kind="vllm", model="org/model", root=str(folder), args=SPECULATION),
-            "objective": Objective(metric="chat/decode_tok_s"),
-            **others,
-        },
-    )
+def k_sweep(folder: Path, **arguments: Any) -> Experiment:
+    """Three points, unless the arguments of make_experiment name others."""
+    return make_experiment(folder, **{"name": "swept", "grid": {K: [2, 4, 6]}, **arguments})
 
 
-def answer(launch: Launch, rate: float = 100.0, **changes: Any) -> TrialResult:
-    valid = Verdict(level=Level.VALID, reasons=())
-    result = TrialResult(
-        spec=launch.spec,
-        status=TrialStatus.COMPLETE,
-        measurements={"chat": made.measurement(decode_tok_s=(rate * 0.999, rate, rate * 1.001))},
-        verdicts={"chat": valid},
-        verdict=valid,
-        phases_s={"starting": 1.0},
-        started_at="2026-01-01T00:00:00+00:00",
-    )
-    return replace(result, **changes)
+def answer(launch: Launch, rate: float = 100.0, **fields: Any) -> TrialResult:
+    """What a trial of a launch returns that ran well, at a decode rate."""
+    known = {"phases_s": {"starting": 1.0}, "started_at": "2026-01-01T00:00:00+00:00"}
+    return make_result(launch.spec, rate * 0.999, rate, rate * 1.001, **{**known, **fields})
 
 
 def fault(launch: Launch, status: TrialStatus, cause: str, reason: str = "as it said") -> TrialResult:
-    return TrialResult(spec=launch.spec, status=status, cause=cause, reason=reason)
+    return make_result(launch.spec, status=status, cause=cause, reason=reason)
 
 
 def by_k(launch: Launch) -> TrialResult:

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from orchestrator.config import EngineSpec, Placement, Ready, Stop, TrialSpec, Workload
 from orchestrator.engines import ENGINES
+from orchestrator.errors import EngineFailure
 from orchestrator.node.launch import run_engine
 from orchestrator.node.leftovers import MARKER
 from orchestrator.node.server import Server
+from tests.support.builders import make_spec
 from tests.support.paths import FAKE_ENGINE
 
 KINDS = sorted(ENGINES)
@@ -48,6 +51,15 @@ def run_stand_in(
     return run_engine(ENGINES[spec.kind], spec, workdir=folder / "trial", ports=PORTS, gpu_ids=gpu_ids, **more)
 
 
+def failure_of(spec: EngineSpec, folder: Path, **more: object) -> tuple[EngineFailure, float]:
+    """How it failed to become ready, and after how many seconds."""
+    began = time.monotonic()
+    with pytest.raises(EngineFailure) as caught, run_stand_in(spec, folder, **more):
+        pytest.fail("it became ready")
+    assert marked() == []
+    return caught.value, time.monotonic() - began
+
+
 def program(folder: Path, source: str) -> list[str]:
     """A command that runs `source` with Python; vLLM's arguments follow it, the port is in `PORT`."""
     path = folder / "program.py"
@@ -59,10 +71,10 @@ def program(folder: Path, source: str) -> list[str]:
 def trial_spec(root: Path, kind: str = "vllm", *, gpus: int = 0, **more: Any) -> TrialSpec:
     """One short workload, unless `workloads` says otherwise."""
     workloads = more.pop("workloads", {"chat": Workload(output_tokens=16, num_prompts=2, repeats=3, stall_s=20.0)})
-    return TrialSpec(
-        name="point",
-        params={},
-        engine=engine_spec(root, kind, **more),
+    engine = engine_spec(root, kind, **more)
+    return make_spec(
+        "point",
+        engine=engine,
         placement=Placement(gpus=gpus, ports=list(PORTS)),
         workloads=workloads,
         key="0123456789ab",

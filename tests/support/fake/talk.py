@@ -3,16 +3,54 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 DSPARK_6 = ("--speculative-config", '{"method": "dspark", "num_speculative_tokens": 6}')
 
 
-def chat(engine, prompt: str = "Tell me about harbours.", tokens: int = 40, **more) -> dict:
+@dataclass(frozen=True, slots=True)
+class FakeEngine:
+    """A running stand-in. base_url has no /v1."""
+
+    base_url: str
+    port: int
+    model: str
+    process: subprocess.Popen[bytes]
+    log_path: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(encoding="utf-8", errors="replace")
+
+    def get(self, path: str) -> str:
+        """Body of a GET. Raises urllib's HTTPError for a status of 400 and more."""
+        with urllib.request.urlopen(self.base_url + path, timeout=10) as answer:
+            return answer.read().decode()
+
+    def post(self, path: str, body: dict[str, Any], api_key: str | None = None) -> str:
+        """Whole body of a POST, streams included."""
+        headers = {"Content-Type": "application/json"}
+        if api_key:
+            headers["Authorization"] = f"Bearer {api_key}"
+        request = urllib.request.Request(self.base_url + path, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.read().decode()
+
+
+def chat(engine: FakeEngine, prompt: str = "Tell me about harbours.", tokens: int = 40, **more: Any) -> dict:
     return {
         "model": engine.model,
         "messages": [{"role": "user", "content": prompt}],
@@ -23,7 +61,7 @@ def chat(engine, prompt: str = "Tell me about harbours.", tokens: int = 40, **mo
     }
 
 
-def ask(engine, body: dict, api_key: str | None = None) -> str:
+def ask(engine: FakeEngine, body: dict, api_key: str | None = None) -> str:
     return engine.post("/v1/chat/completions" if "messages" in body else "/v1/completions", body, api_key)
 
 
@@ -43,7 +81,7 @@ def shape(value: object) -> object:
     return [shape(inner) for inner in value] if isinstance(value, list) else None
 
 
-def counters(engine) -> dict[str, float]:
+def counters(engine: FakeEngine) -> dict[str, float]:
     """Counter name -> sum over its labels; per-position counters as NAME[i]."""
     sums: dict[str, float] = {}
     for family in text_string_to_metric_families(engine.get("/metrics")):
@@ -55,7 +93,7 @@ def counters(engine) -> dict[str, float]:
     return sums
 
 
-def timed(engine, body: dict) -> tuple[list[float], dict, float]:
+def timed(engine: FakeEngine, body: dict) -> tuple[list[float], dict, float]:
     """Arrival of each text event, the usage, and when the request was sent."""
     times, usage, sent = [], {}, time.monotonic()
     request = urllib.request.Request(engine.base_url + "/v1/chat/completions", json.dumps(body).encode())
@@ -68,16 +106,16 @@ def timed(engine, body: dict) -> tuple[list[float], dict, float]:
     return times, usage, sent
 
 
-def nearest(want: float, measure) -> float:
+def nearest(want: float, measure: Callable[[], float]) -> float:
     """The nearest of three measurements: a busy machine delays this process, never the engine's schedule."""
     return min((measure() for _ in range(3)), key=lambda value: abs(value - want))
 
 
-def ended(engine, timeout: float = 20.0) -> int:
+def ended(engine: FakeEngine, timeout: float = 20.0) -> int:
     return engine.process.wait(timeout=timeout)
 
 
-def status(engine, path: str) -> int | None:
+def status(engine: FakeEngine, path: str) -> int | None:
     try:
         engine.get(path)
         return 200
@@ -87,7 +125,7 @@ def status(engine, path: str) -> int | None:
         return None
 
 
-def until(condition, timeout: float = 15.0) -> None:
+def until(condition: Callable[[], bool], timeout: float = 15.0) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "did not come true in time"

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from tests.support.campaigns import by_k, drive, experiment, open_checked, runs
+import pytest
+
+from tests.support.campaigns import by_k, drive, k_sweep, open_checked, runs
 
 
 @contextmanager
@@ -27,8 +29,9 @@ def _rename(folder: Path, table: str, name: str) -> None:
         database.execute(f"ALTER TABLE {table} RENAME TO {name}")
 
 
+@pytest.mark.slow
 def test_a_store_that_fails_for_a_while_has_every_result_in_the_end(tmp_path: Path) -> None:
-    swept = experiment(tmp_path)
+    swept = k_sweep(tmp_path)
     with open_checked(swept) as running:
         with failing_store(tmp_path):
             assert drive(running, by_k, most=2) == ["k=2", "k=4"]
@@ -40,8 +43,9 @@ def test_a_store_that_fails_for_a_while_has_every_result_in_the_end(tmp_path: Pa
     assert sorted(runs(swept)) == [(f"k={k}", "FINISHED", None) for k in (2, 4, 6)]
 
 
+@pytest.mark.slow
 def test_a_store_that_stays_down_costs_the_run_ids_until_the_campaign_is_resumed(tmp_path: Path) -> None:
-    swept = experiment(tmp_path)
+    swept = k_sweep(tmp_path)
     with open_checked(swept) as running:
         drive(running, by_k, most=1)
         with failing_store(tmp_path):
@@ -61,7 +65,7 @@ def test_a_store_that_stays_down_costs_the_run_ids_until_the_campaign_is_resumed
 
 
 def test_only_the_first_close_does_anything(tmp_path: Path) -> None:
-    swept = experiment(tmp_path)
+    swept = k_sweep(tmp_path)
     with open_checked(swept) as running:
         drive(running, by_k)
         running.finish()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from orchestrator.campaign.budget import TimeBudget
 from orchestrator.campaign.launches import Event, Launch
 from orchestrator.outcome import TrialStatus
-from tests.support.campaigns import answer, drive, experiment, fault, open_checked
+from tests.support.campaigns import answer, drive, fault, k_sweep, open_checked
 
 
 def test_budget_is_told_after_the_first_start_and_kept(tmp_path: Path) -> None:
     told: list[Event] = []
-    with open_checked(experiment(tmp_path, time_budget_s=300.0), on_event=told.append) as running:
+    with open_checked(k_sweep(tmp_path, time_budget_s=300.0), on_event=told.append) as running:
         assert drive(running, lambda launch: answer(launch, phases_s={"measuring": 400.0})) == ["k=2"]
         notes = [event.note for event in told if event.note]
         assert len(notes) == 1
@@ -21,13 +23,15 @@ def test_budget_is_told_after_the_first_start_and_kept(tmp_path: Path) -> None:
         assert "300" in running.skipped[0][1]
 
 
+@pytest.mark.slow
 def test_no_budget_no_note(tmp_path: Path) -> None:
     told: list[Event] = []
-    with open_checked(experiment(tmp_path), on_event=told.append) as running:
+    with open_checked(k_sweep(tmp_path), on_event=told.append) as running:
         drive(running, answer)
     assert not [event for event in told if event.note]
 
 
+@pytest.mark.slow
 def test_a_refused_start_does_not_count_as_the_time_of_a_trial(tmp_path: Path) -> None:
     (launch,) = plan_launches(tmp_path)
     budget = TimeBudget(1000.0)
@@ -49,5 +53,5 @@ def test_the_longest_trial_decides_whether_another_fits(tmp_path: Path) -> None:
 
 
 def plan_launches(folder: Path) -> list[Launch]:
-    with open_checked(experiment(folder, grid={})) as running:
+    with open_checked(k_sweep(folder, grid={})) as running:
         return list(running.launches)

@@ -12,24 +12,27 @@ from orchestrator.campaign.launches import Launch
 from orchestrator.config import Confirm
 from orchestrator.outcome import TrialStatus
 from orchestrator.trial import TrialResult
-from tests.support.campaigns import NO_SPEC, K, answer, by_k, drive, experiment, fault, open_checked, runs
+from tests.support.builders import WORKLOAD, K
+from tests.support.campaigns import NO_SPEC, answer, by_k, drive, fault, k_sweep, open_checked, runs
+
+pytestmark = pytest.mark.slow
 
 
 def test_every_point_is_started_once_and_the_best_is_named(tmp_path: Path) -> None:
-    swept = experiment(tmp_path, variants=NO_SPEC, baseline="no-spec")
+    swept = k_sweep(tmp_path, variants=NO_SPEC, baseline="no-spec")
     with open_checked(swept) as running:
         assert drive(running, by_k) == ["no-spec", "k=2", "k=4", "k=6"]
         recorded, selection = running.finish()
     assert selection.best is not None
     assert selection.best.spec.name == "k=4"
     assert [r.result.spec.name for r in recorded] == ["no-spec", "k=2", "k=4", "k=6"]
-    assert recorded[2].result.measurements["chat"].metrics["speedup"].value == pytest.approx(2.8)
+    assert recorded[2].result.measurements[WORKLOAD].metrics["speedup"].value == pytest.approx(2.8)
     assert str(running.account()) == "4 planned: 4 started, 0 skipped"
     assert [status for _, status, _ in runs(swept)] == ["FINISHED"] * 4
 
 
 def test_machine_at_fault_is_tried_again_and_every_attempt_is_recorded(tmp_path: Path) -> None:
-    swept = experiment(tmp_path)
+    swept = k_sweep(tmp_path)
     faults = iter(["port_taken", "gpu_busy"])
 
     def respond(launch: Launch) -> TrialResult:
@@ -59,7 +62,7 @@ def test_machine_at_fault_is_tried_again_and_every_attempt_is_recorded(tmp_path:
 )
 def test_three_faults_alike_in_a_row_stop(tmp_path: Path, status: TrialStatus, cause: str, num_starts: int) -> None:
     # Sizes that fall, so that none is proven hopeless by the one before it.
-    with open_checked(experiment(tmp_path, grid={K: [12, 10, 8, 6, 4, 2]})) as running:
+    with open_checked(k_sweep(tmp_path, grid={K: [12, 10, 8, 6, 4, 2]})) as running:
         assert len(drive(running, lambda launch: fault(launch, status, cause))) == num_starts
         assert (running.stopped is not None) == (num_starts == 3)
         if running.stopped:
@@ -70,14 +73,14 @@ def test_three_faults_alike_in_a_row_stop(tmp_path: Path, status: TrialStatus, c
 
 def test_faults_that_differ_do_not_stop(tmp_path: Path) -> None:
     reasons = iter(range(100))
-    with open_checked(experiment(tmp_path, grid={K: [1, 2, 3, 4, 5]})) as running:
+    with open_checked(k_sweep(tmp_path, grid={K: [1, 2, 3, 4, 5]})) as running:
         drive(running, lambda launch: fault(launch, TrialStatus.FAILED, "crashed", f"at address {next(reasons)}"))
         assert running.stopped is None
         assert len(running.results) == 5
 
 
 def test_finalists_are_started_again_interleaved_and_all_launches_decide(tmp_path: Path) -> None:
-    swept = experiment(tmp_path, confirm=Confirm(top=2, launches=2))
+    swept = k_sweep(tmp_path, confirm=Confirm(top=2, launches=2))
     # In its first launch k=4 was lucky: seen alone, it is 8% ahead.
     rates = {2: [90.0] * 3, 4: [130.0, 99.0, 99.5], 6: [120.0] * 3}
 
@@ -93,7 +96,7 @@ def test_finalists_are_started_again_interleaved_and_all_launches_decide(tmp_pat
 
 
 def test_hopeless_point_is_skipped_with_its_witness(tmp_path: Path) -> None:
-    with open_checked(experiment(tmp_path, grid={"engine.args.max-model-len": [4096, 8192, 16384]})) as running:
+    with open_checked(k_sweep(tmp_path, grid={"engine.args.max-model-len": [4096, 8192, 16384]})) as running:
         started = drive(
             running, lambda n: answer(n) if n.spec.params["engine.args.max-model-len"] == 4096 else unfit(n)
         )
@@ -108,7 +111,7 @@ def unfit(launch: Launch) -> TrialResult:
 
 
 def test_every_trial_is_held_against_the_best_so_far(tmp_path: Path) -> None:
-    swept = experiment(tmp_path, variants=NO_SPEC, baseline="no-spec", stop_early=True)
+    swept = k_sweep(tmp_path, variants=NO_SPEC, baseline="no-spec", stop_early=True)
     with open_checked(swept) as running:
         launch = running.next_launch()
         assert launch is not None
@@ -121,13 +124,13 @@ def test_every_trial_is_held_against_the_best_so_far(tmp_path: Path) -> None:
 
 
 def test_without_stop_early_there_is_no_incumbent(tmp_path: Path) -> None:
-    with open_checked(experiment(tmp_path)) as running:
+    with open_checked(k_sweep(tmp_path)) as running:
         drive(running, by_k)
         assert running.incumbent() is None
 
 
 def test_pruned_trial_is_recorded_and_cannot_win(tmp_path: Path) -> None:
-    swept = experiment(tmp_path, stop_early=True)
+    swept = k_sweep(tmp_path, stop_early=True)
 
     def respond(launch: Launch) -> TrialResult:
         result = by_k(launch)
@@ -143,7 +146,7 @@ def test_pruned_trial_is_recorded_and_cannot_win(tmp_path: Path) -> None:
 
 
 def test_interrupted_trial_is_not_a_result(tmp_path: Path) -> None:
-    swept = experiment(tmp_path)
+    swept = k_sweep(tmp_path)
     with open_checked(swept) as running:
         drive(running, by_k, most=1)
         launch = running.next_launch()

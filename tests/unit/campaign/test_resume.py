@@ -18,12 +18,15 @@ from orchestrator import search, trial
 from orchestrator.config import Confirm, EngineSpec
 from orchestrator.errors import ConfigError, MachineError
 from orchestrator.outcome import TrialStatus
-from tests.support.campaigns import SPECULATION, by_k, drive, experiment, fault, open_checked, runs
+from tests.support.builders import SPECULATION, WORKLOAD
+from tests.support.campaigns import by_k, drive, fault, k_sweep, open_checked, runs
 from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.slow
 
 
 def test_resume_starts_only_what_is_missing(tmp_path: Path) -> None:
-    swept = experiment(tmp_path)
+    swept = k_sweep(tmp_path)
     with open_checked(swept) as running:
         drive(running, by_k, most=2)
         folder, first = running.folder, running.ordered_results()
@@ -31,8 +34,8 @@ def test_resume_starts_only_what_is_missing(tmp_path: Path) -> None:
         assert running.folder == folder
         assert drive(running, by_k) == ["k=6"]
         recorded, selection = running.finish()
-    assert [r.result.measurements["chat"].repeats for r in recorded[:2]] == [
-        r.measurements["chat"].repeats for r in first
+    assert [r.result.measurements[WORKLOAD].repeats for r in recorded[:2]] == [
+        r.measurements[WORKLOAD].repeats for r in first
     ]
     assert selection.best is not None
     assert selection.best.spec.name == "k=4"
@@ -42,7 +45,7 @@ def test_resume_starts_only_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_resume_of_a_finished_campaign_starts_nothing(tmp_path: Path) -> None:
-    swept = experiment(tmp_path, confirm=Confirm(top=2, launches=2))
+    swept = k_sweep(tmp_path, confirm=Confirm(top=2, launches=2))
     with open_checked(swept) as running:
         assert len(drive(running, by_k)) == 7
         before = running.finish()[1]
@@ -54,7 +57,7 @@ def test_resume_of_a_finished_campaign_starts_nothing(tmp_path: Path) -> None:
 
 
 def test_resume_repeats_a_torn_result_and_a_fault_of_the_machine(tmp_path: Path) -> None:
-    swept = experiment(tmp_path)
+    swept = k_sweep(tmp_path)
     with open_checked(swept) as running:
         drive(running, by_k, most=2)
         drive(running, lambda launch: fault(launch, TrialStatus.INFRASTRUCTURE, "gpu_busy"), most=1)
@@ -69,19 +72,19 @@ def test_resume_repeats_what_changed(tmp_path: Path) -> None:
     model.mkdir()
     (model / "weights").write_text("one")
     local = EngineSpec(kind="vllm", model="model", root=str(tmp_path), args=SPECULATION)
-    with open_checked(experiment(tmp_path, engine=local)) as running:
+    with open_checked(k_sweep(tmp_path, engine=local)) as running:
         drive(running, by_k)
     changed = replace(local, args={**SPECULATION, "max-num-seqs": 2})
     for engine, starts in ((local, 0), (changed, 3), (local, 0)):
-        with open_checked(experiment(tmp_path, engine=engine), resume=True) as running:
+        with open_checked(k_sweep(tmp_path, engine=engine), resume=True) as running:
             assert len(drive(running, by_k)) == starts
     (model / "weights").write_text("another")
-    with open_checked(experiment(tmp_path, engine=local), resume=True) as running:
+    with open_checked(k_sweep(tmp_path, engine=local), resume=True) as running:
         assert len(drive(running, by_k)) == 3
 
 
 def test_without_resume_everything_runs_again(tmp_path: Path) -> None:
-    swept = experiment(tmp_path)
+    swept = k_sweep(tmp_path)
     for _ in range(2):
         with open_checked(swept) as running:
             assert len(drive(running, by_k)) == 3
@@ -89,7 +92,7 @@ def test_without_resume_everything_runs_again(tmp_path: Path) -> None:
 
 
 def test_second_campaign_is_refused_with_the_owners_pid(tmp_path: Path) -> None:
-    swept = experiment(tmp_path)
+    swept = k_sweep(tmp_path)
     with open_checked(swept), pytest.raises(ConfigError, match=str(os.getpid())), open_checked(swept):
         pass
     with open_checked(swept, resume=True) as running:
@@ -100,8 +103,9 @@ DYING_DRIVER = """
 import os, sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
-from tests.support.campaigns import by_k, drive, experiment, open_campaign
-with open_campaign(experiment(Path({folder!r})), resume=False) as running:
+from orchestrator.campaign.campaign import open_campaign
+from tests.support.campaigns import by_k, drive, k_sweep
+with open_campaign(k_sweep(Path({folder!r})), resume=False) as running:
     drive(running, by_k, most=1)
     running.mark_started("x", running.next_launch())
     os.kill(os.getpid(), {number})
@@ -112,7 +116,7 @@ def test_killed_driver_leaves_a_stale_lock_and_runs_that_the_next_one_closes(tmp
     script = DYING_DRIVER.format(root=str(ROOT), folder=str(tmp_path), number=int(signal.SIGKILL))
     died = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=120)
     assert died.returncode == -signal.SIGKILL, died.stderr
-    swept = experiment(tmp_path)
+    swept = k_sweep(tmp_path)
     assert [status for _, status, _ in runs(swept)] == ["FINISHED", "RUNNING"]
     with open_checked(swept, resume=True) as running:
         assert [status for _, status, _ in runs(swept)] == ["FINISHED", "KILLED"]
@@ -123,7 +127,7 @@ def test_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "mlruns").write_text("a file where a folder is needed")
     with (
         pytest.raises(MachineError, match=r"mlruns/campaigns/swept: results cannot be written here"),
-        open_checked(experiment(tmp_path)),
+        open_checked(k_sweep(tmp_path)),
     ):
         pass
 
@@ -140,7 +144,7 @@ def files_end_at(num_bytes: int) -> Iterator[None]:
 
 
 def test_full_disk_stops_the_campaign_and_keeps_what_was_written(tmp_path: Path) -> None:
-    swept = experiment(tmp_path)
+    swept = k_sweep(tmp_path)
     with open_checked(swept) as running:
         drive(running, by_k, most=1)
         launch = running.next_launch()
@@ -158,7 +162,7 @@ def test_full_disk_stops_the_campaign_and_keeps_what_was_written(tmp_path: Path)
 
 
 def test_results_on_disk_are_what_search_selects_from(tmp_path: Path) -> None:
-    swept = experiment(tmp_path)
+    swept = k_sweep(tmp_path)
     with open_checked(swept) as running:
         drive(running, by_k)
         read = [trial.from_json((running.workdir(n) / "result.json").read_text()) for n in running.launches]

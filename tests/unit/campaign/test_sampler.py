@@ -6,13 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from orchestrator.campaign.campaign import Campaign
 from orchestrator.campaign.launches import Launch
 from orchestrator.config import Experiment
 from orchestrator.outcome import TrialStatus
 from orchestrator.trial import TrialResult
 from orchestrator.tuning.sampler import make_sampler
-from tests.support.campaigns import K, answer, drive, experiment, fault, open_checked
+from tests.support.builders import K
+from tests.support.campaigns import answer, drive, fault, k_sweep, open_checked
+
+pytestmark = pytest.mark.slow
 
 SPACE = {
     "engine.args.speculative-config.method": ["ngram", "suffix"],
@@ -22,7 +27,7 @@ SPACE = {
 
 
 def sampled(folder: Path, **changes: Any) -> Experiment:
-    return experiment(folder, **{"grid": {}, "space": SPACE, "sampler": "tpe", "num_samples": 24, "seed": 3, **changes})
+    return k_sweep(folder, **{"grid": {}, "space": SPACE, "sampler": "tpe", "num_samples": 24, "seed": 3, **changes})
 
 
 def landscape(launch: Launch) -> TrialResult:

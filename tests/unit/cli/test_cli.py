@@ -148,6 +148,7 @@ def test_no_results_yet(run: Run) -> None:
     assert "no results of quickstart yet" in err
 
 
+@pytest.mark.slow
 def test_doctor_names_what_is_missing(run: Run) -> None:
     code, out, _ = run("doctor", "conf/dspark.yaml", "--json")
     assert code == 3

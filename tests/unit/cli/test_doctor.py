@@ -18,6 +18,8 @@ from tests.support.fake_nvml import FakeNvml
 from tests.support.launches import FAKE_ENGINE, KINDS, program
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 MODULE_MISSING = """
 if "--help=all" in sys.argv:
     print("Traceback (most recent call last):\\n"

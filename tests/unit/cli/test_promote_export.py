@@ -11,7 +11,7 @@ import pytest
 from orchestrator import __main__ as program
 from orchestrator import tracking
 from orchestrator.outcome import TrialStatus
-from tests.support import serving_bench as bench
+from tests.support.stand_in_service import record_campaign, service_experiment, stand_in_result
 
 
 def promote(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -19,14 +19,15 @@ def promote(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return program.main()
 
 
+@pytest.mark.slow
 def test_a_failed_trial_is_not_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    experiment = bench.experiment(tmp_path, "exported", 8000)
+    experiment = service_experiment(tmp_path, "exported", 8000)
     failed = replace(
-        bench.result(experiment, "broken"), status=TrialStatus.FAILED, cause="crashed", reason="it crashed"
+        stand_in_result(experiment, "broken"), status=TrialStatus.FAILED, cause="crashed", reason="it crashed"
     )
-    [run_id] = bench.record(experiment, failed)
+    [run_id] = record_campaign(experiment, failed)
     conf = str(tmp_path / "exported.yaml")
     assert promote(monkeypatch, conf, "--run", run_id, "--export", str(tmp_path / "out")) == 1
     assert "broken is not complete but failed (crashed): it crashed" in capsys.readouterr().err
@@ -36,9 +37,9 @@ def test_a_failed_trial_is_not_exported(
 def test_the_champion_is_exported_rather_than_the_best_of_the_last_campaign(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    experiment = bench.experiment(tmp_path, "exported", 8000)
-    served, faster = bench.record(
-        experiment, bench.result(experiment, "served"), bench.result(experiment, "faster", tokens_per_s=800.0)
+    experiment = service_experiment(tmp_path, "exported", 8000)
+    served, faster = record_campaign(
+        experiment, stand_in_result(experiment, "served"), stand_in_result(experiment, "faster", tokens_per_s=800.0)
     )
     conf = str(tmp_path / "exported.yaml")
     assert promote(monkeypatch, conf, "--export", str(tmp_path / "best")) == 0

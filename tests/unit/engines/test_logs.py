@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -68,7 +69,7 @@ def windows(text: str, _: int) -> str:
 
 @pytest.mark.parametrize("width", [80, 100, 132])
 @pytest.mark.parametrize("change", [hard, soft, prefixed, coloured, windows], ids=lambda change: change.__name__)
-def test_the_same_numbers_however_the_lines_were_broken(change, width: int) -> None:
+def test_the_same_numbers_however_the_lines_were_broken(change: Callable[[str, int], str], width: int) -> None:
     found = ENGINES["vllm"].diagnose(change(LOG, width), 1)
     assert (found.status, found.cause) == (TrialStatus.UNFIT, "kv_cache_too_small")
     numbers = {name: fact.value for name, fact in found.facts.items()}
@@ -81,7 +82,7 @@ def test_the_same_numbers_however_the_lines_were_broken(change, width: int) -> N
 
 
 @pytest.mark.parametrize("change", [hard, soft, coloured], ids=lambda change: change.__name__)
-def test_facts_of_a_living_engine_survive_the_same(change) -> None:
+def test_facts_of_a_living_engine_survive_the_same(change: Callable[[str, int], str]) -> None:
     log = (
         f"{INFO}GPU KV cache size: 1,320,868 tokens\n{INFO}Maximum concurrency for 65,536 tokens per request: 20.15x\n"
     )

@@ -43,6 +43,7 @@ tinyengine==1.2.3
 """
 
 
+@pytest.mark.slow
 def test_an_environment_is_what_its_requirements_say(root: Path) -> None:
     write_requirements(root, TINY)
     said: list[str] = []
@@ -58,6 +59,7 @@ def test_an_environment_is_what_its_requirements_say(root: Path) -> None:
     assert info.python == sys.version.split()[0]
 
 
+@pytest.mark.slow
 def test_a_program_inside_a_package_is_found_in_bin(root: Path) -> None:
     write_requirements(root, "#: engine built\n#: program built_bin/built-server\nbuilt==2.0\n", "built")
     path = install.install("built", root, lambda _: None)
@@ -68,6 +70,7 @@ def test_a_program_inside_a_package_is_found_in_bin(root: Path) -> None:
         install.install("other", root, lambda _: None)
 
 
+@pytest.mark.slow
 def test_an_unchanged_environment_is_left_alone_and_a_changed_one_replaced(root: Path) -> None:
     write_requirements(root, TINY)
     path = install.install("tiny", root, lambda _: None)
@@ -83,6 +86,7 @@ def test_an_unchanged_environment_is_left_alone_and_a_changed_one_replaced(root:
     assert len(list((root / ".engines/.builds").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_a_failed_installation_tells_pips_words_and_keeps_what_served_before(root: Path) -> None:
     write_requirements(root, TINY)
     path = install.install("tiny", root, lambda _: None)
@@ -97,6 +101,7 @@ def test_a_failed_installation_tells_pips_words_and_keeps_what_served_before(roo
     assert install.listed(root)[0].state == "outdated"
 
 
+@pytest.mark.slow
 def test_an_interrupted_build_is_not_taken_for_a_finished_one(root: Path) -> None:
     digest = read_requirements("tiny", write_requirements(root, TINY).parents[3]).digest
     torn = root / ".engines/.builds" / f"tiny-{digest[:12]}"
@@ -108,6 +113,7 @@ def test_an_interrupted_build_is_not_taken_for_a_finished_one(root: Path) -> Non
     assert subprocess.run([path / "bin/python", "-c", "import tinyengine"]).returncode == 0
 
 
+@pytest.mark.slow
 def test_an_import_that_fails_means_no_environment(root: Path) -> None:
     make_wheel(root / "wheels", "tinyengine", "2.0", code="import module_that_is_nowhere\n")
     write_requirements(root, TINY.replace("1.2.3", "2.0"))
@@ -117,6 +123,7 @@ def test_an_import_that_fails_means_no_environment(root: Path) -> None:
     assert install.listed(root)[0].state == "absent"
 
 
+@pytest.mark.slow
 def test_a_folder_made_by_hand_is_shown_as_such_and_replaced_only_when_the_new_one_is_ready(root: Path) -> None:
     by_hand = root / ".engines/tiny"
     subprocess.run([sys.executable, "-m", "venv", str(by_hand)], check=True)

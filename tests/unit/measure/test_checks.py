@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from tests.support.definitions import check_row, rows_under, undocumented
 from tests.support.paths import RECORDED, ROOT
 
 
-def answered(count: int = 3, **rest) -> list[Window]:
+def answered(count: int = 3, **rest: Any) -> list[Window]:
     known = {"prompt_tokens": 100, "completion_tokens": 8, "asked_tokens": 8, "finish_reason": "length"}
     return [
         Window(
@@ -45,12 +46,12 @@ def answered(count: int = 3, **rest) -> list[Window]:
     ]
 
 
-def judged(windows: list[Window], **evidence) -> set[str]:
+def judged(windows: list[Window], **evidence: Any) -> set[str]:
     warm = [RequestTrace(index=0, repeat=-1, shape="a", sent_s=-5.0)]
     return {r.code for r in judge(Workload(), measure_windows(windows, warm), windows, Evidence(**evidence)).reasons}
 
 
-def test_nothing_wrong_is_valid():
+def test_nothing_wrong_is_valid() -> None:
     assert judged(answered()) == set()
 
 
@@ -65,11 +66,11 @@ SERVING = [
 
 @pytest.mark.parametrize("line", SERVING)
 @pytest.mark.parametrize("kind", ENGINES)
-def test_ordinary_lines_of_a_serving_engine_are_not_compiles(line, kind):
+def test_ordinary_lines_of_a_serving_engine_are_not_compiles(line: str, kind: str) -> None:
     assert "compile_in_window" not in judged(answered(), log=line, dialect=ENGINES[kind].log)
 
 
-def test_the_compile_lines_of_a_real_engine_are_found():
+def test_the_compile_lines_of_a_real_engine_are_found() -> None:
     log = (RECORDED / "vllm026_h200_dsv4_dspark.log").read_text(encoding="utf-8")
     after_ready = log[log.index("Kernel JIT monitor activated") :]
     lines = [line for line in after_ready.splitlines() if re.search("JIT compilation during|begins to compile", line)]
@@ -86,7 +87,7 @@ OVERRIDE = (
 )
 
 
-def test_sampling_that_the_engine_changes_is_noted_wherever_its_log_says_so():
+def test_sampling_that_the_engine_changes_is_noted_wherever_its_log_says_so() -> None:
     windows = answered()
     for place in ("log_before", "log"):
         evidence = Evidence(**{place: f"INFO up\n{OVERRIDE}\n"}, dialect=ENGINES["vllm"].log)
@@ -97,7 +98,7 @@ def test_sampling_that_the_engine_changes_is_noted_wherever_its_log_says_so():
     assert "sampling_overridden" not in judged(answered(), log_before="\n".join(SERVING))
 
 
-def test_cached_tokens_up_to_the_template_are_allowed():
+def test_cached_tokens_up_to_the_template_are_allowed() -> None:
     # 100 prompt tokens of which 80 are the text: 20 are template and nonce.
     template, text = answered(cached_tokens=16), answered(cached_tokens=64)
     assert "prefix_cache_hits" not in judged(template, text_tokens=(80,))
@@ -106,7 +107,7 @@ def test_cached_tokens_up_to_the_template_are_allowed():
     assert "prefix_cache_hits" in judged(answered(cached_tokens=96))
 
 
-def test_an_answer_that_was_cut_without_a_reason_is_short():
+def test_an_answer_that_was_cut_without_a_reason_is_short() -> None:
     assert "short_output" in judged(answered(completion_tokens=5, chunk_tokens=(2, 3)))
     assert "short_output" in judged(answered(completion_tokens=5, chunk_tokens=(2, 3), finish_reason=None))
     assert "short_output" not in judged(answered(completion_tokens=5, chunk_tokens=(2, 3), finish_reason="stop"))
@@ -133,14 +134,16 @@ def test_an_answer_that_was_cut_without_a_reason_is_short():
         ((), False),
     ],
 )
-def test_a_drafter_that_knows_the_answers_is_told_from_one_that_is_good(rates, remembers):
+def test_a_drafter_that_knows_the_answers_is_told_from_one_that_is_good(
+    rates: tuple[float | None, ...], remembers: bool
+) -> None:
     windows = answered()
     measurement = replace(measure_windows(windows, []), repeats={"acceptance_rate": rates})
     found = judge(Workload(), measurement, windows, Evidence())
     assert ("drafter_remembers" in {reason.code for reason in found.reasons}) is remembers
 
 
-def test_reasons_add_up_to_the_worst_level(monkeypatch):
+def test_reasons_add_up_to_the_worst_level(monkeypatch: pytest.MonkeyPatch) -> None:
     def verdict_with(*codes: str) -> Verdict:
         found = [replace(check, find=lambda case: "seen") for check in CHECKS if check.code in codes]
         monkeypatch.setattr(checks, "CHECKS", tuple(found))
@@ -158,7 +161,7 @@ def test_reasons_add_up_to_the_worst_level(monkeypatch):
     assert worst([]) == Verdict(level=Level.VALID)
 
 
-def test_a_check_is_one_row(monkeypatch):
+def test_a_check_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a contributor does: a function of the case, and a row with it. Nothing else knows the code."""
 
     def slow_minute(case: Case) -> str | None:
@@ -178,7 +181,7 @@ def test_a_check_is_one_row(monkeypatch):
     assert verdict.level is Level.SUSPECT
 
 
-def test_a_check_among_peers_is_asked_when_they_are_known_and_once(monkeypatch):
+def test_a_check_among_peers_is_asked_when_they_are_known_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     measurement = measure_windows(answered())
     row = Check(
         code="alone",
@@ -198,18 +201,18 @@ def test_a_check_among_peers_is_asked_when_they_are_known_and_once(monkeypatch):
     assert judge_among_peers(before, replace(case, peers=(measurement, measurement))) == before
 
 
-def test_a_code_stands_once_and_the_page_has_exactly_the_table():
+def test_a_code_stands_once_and_the_page_has_exactly_the_table() -> None:
     assert len(LEVELS) == len(CHECKS)
     assert sorted(rows_under("## Verdicts")) == sorted(map(check_row, CHECKS))
 
 
-def test_the_codes_of_the_design_are_those_of_the_table():
+def test_the_codes_of_the_design_are_those_of_the_table() -> None:
     design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     section = design.split("## 7. Verdicts", 1)[1].split("\n## ", 1)[0]
     assert set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", section)) <= set(LEVELS)
 
 
-def test_the_verdict_is_data_that_needs_neither_engines_nor_numpy():
+def test_the_verdict_is_data_that_needs_neither_engines_nor_numpy() -> None:
     loaded = "import sys, orchestrator.measure.verdict; print([m for m in sys.modules if m.startswith(%r)])"
     for module in ("numpy", "orchestrator.engines"):
         run = subprocess.run(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,11 +16,11 @@ from orchestrator.measure import formulas
 from orchestrator.measure.client import Client, RequestError, Target, list_models, one_completion
 from orchestrator.measure.formulas import Window
 from orchestrator.measure.workload import SizedText, build_prompts
+from tests.support.dialects import DIALECTS
+from tests.support.fake.talk import FakeEngine
 
-DIALECTS = ("vllm", "sglang", "llamacpp")
 
-
-def run(engine, workload: Workload, repeat: int = 0, **how) -> Window:
+def run(engine: FakeEngine, workload: Workload, repeat: int = 0, **how: Any) -> Window:
     async def go() -> Window:
         async with Client(Target(base_url=engine.base_url, model=engine.model)) as client:
             texts = [SizedText(text=f"Tell me of day {i}.", tokens=None) for i in range(workload.num_prompts)]
@@ -26,13 +29,13 @@ def run(engine, workload: Workload, repeat: int = 0, **how) -> Window:
     return asyncio.run(go())
 
 
-def short(**changes) -> Workload:
+def short(**changes: Any) -> Workload:
     return Workload(**{"num_prompts": 4, "output_tokens": 16, "stall_s": 20.0, **changes})
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("kind", ["chat", "completion", "prefill", "tokens"])
-def test_every_kind_of_request_on_every_engine(fake_engine, dialect, kind):
+def test_every_kind_of_request_on_every_engine(fake_engine: Callable[..., FakeEngine], dialect: str, kind: str) -> None:
     engine = fake_engine(dialect, tokens_per_s=2000.0)
     workload = short(kind=kind, num_prompts=2, prompt_tokens=20 if kind == "tokens" else None)
     window = run(engine, workload)
@@ -45,7 +48,9 @@ def test_every_kind_of_request_on_every_engine(fake_engine, dialect, kind):
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_what_was_sent_is_what_the_trace_says(fake_engine, dialect, tmp_path):
+def test_what_was_sent_is_what_the_trace_says(
+    fake_engine: Callable[..., FakeEngine], dialect: str, tmp_path: Path
+) -> None:
     engine = fake_engine(dialect, tokens_per_s=2000.0, record_requests=str(tmp_path / "requests"))
     window = run(engine, short(temperature=0.5, top_p=0.9, seed=7, ignore_eos=True))
     received = [json.loads(line) for line in (tmp_path / "requests").read_text().splitlines()]
@@ -55,7 +60,8 @@ def test_what_was_sent_is_what_the_trace_says(fake_engine, dialect, tmp_path):
         assert (request["temperature"], request["top_p"], request["seed"]) == (0.5, 0.9, 7)
 
 
-def test_decode_rate_is_the_engines_own_whatever_a_chunk_holds(fake_engine):
+@pytest.mark.slow
+def test_decode_rate_is_the_engines_own_whatever_a_chunk_holds(fake_engine: Callable[..., FakeEngine]) -> None:
     for behaviour in ({}, {"tokens_per_chunk": 4}, {"comments": True, "crlf": True}, {"utf8_split": True}):
         engine = fake_engine("vllm", tokens_per_s=200.0, **behaviour)
         window = run(engine, short(num_prompts=5, output_tokens=64))
@@ -65,7 +71,9 @@ def test_decode_rate_is_the_engines_own_whatever_a_chunk_holds(fake_engine):
 
 
 @pytest.mark.parametrize("field", ["reasoning", "reasoning_content", "reasoning_details"])
-def test_ttft_is_the_first_thought_and_content_is_told_apart(fake_engine, field):
+def test_ttft_is_the_first_thought_and_content_is_told_apart(
+    fake_engine: Callable[..., FakeEngine], field: str
+) -> None:
     engine = fake_engine(
         "vllm",
         tokens_per_s=100.0,
@@ -81,7 +89,7 @@ def test_ttft_is_the_first_thought_and_content_is_told_apart(fake_engine, field)
     assert formulas.decode_tok_s(trace) == pytest.approx(100.0, rel=0.05)
 
 
-def test_late_usage_does_not_lengthen_the_answer(fake_engine):
+def test_late_usage_does_not_lengthen_the_answer(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", tokens_per_s=400.0, usage="late", usage_delay_s=0.7)
     trace = run(engine, short(num_prompts=1, output_tokens=40)).traces[0]
     assert trace.completion_tokens == 40
@@ -103,7 +111,7 @@ def test_late_usage_does_not_lengthen_the_answer(fake_engine):
         ("http_500", "HTTP 500: "),
     ],
 )
-def test_every_way_to_fail_is_a_failure(fake_engine, fault, error):
+def test_every_way_to_fail_is_a_failure(fake_engine: Callable[..., FakeEngine], fault: str, error: str) -> None:
     engine = fake_engine("vllm", tokens_per_s=2000.0, faults={fault: 2})
     window = run(engine, short())
     failed = [trace for trace in window.traces if trace.error is not None]
@@ -114,7 +122,7 @@ def test_every_way_to_fail_is_a_failure(fake_engine, fault, error):
         assert "\n" not in trace.error
 
 
-def test_a_server_that_is_gone_is_an_error_per_request(fake_engine):
+def test_a_server_that_is_gone_is_an_error_per_request(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm")
     engine.process.kill()
     engine.process.wait()
@@ -122,7 +130,7 @@ def test_a_server_that_is_gone_is_an_error_per_request(fake_engine):
     assert all(trace.error and "Connect" in trace.error for trace in window.traces)
 
 
-def test_a_closed_loop_keeps_its_streams_busy_and_no_more(fake_engine):
+def test_a_closed_loop_keeps_its_streams_busy_and_no_more(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", tokens_per_s=200.0)
     window = run(engine, short(num_prompts=9, concurrency=3, output_tokens=40))
     spans = [(t.sent_s, t.chunk_times_s[-1]) for t in window.traces]
@@ -134,7 +142,9 @@ def test_a_closed_loop_keeps_its_streams_busy_and_no_more(fake_engine):
 
 
 @pytest.mark.parametrize("arrival", ["constant", "poisson"])
-def test_an_open_loop_starts_by_its_schedule_not_by_completions(fake_engine, arrival):
+def test_an_open_loop_starts_by_its_schedule_not_by_completions(
+    fake_engine: Callable[..., FakeEngine], arrival: str
+) -> None:
     engine = fake_engine("vllm", tokens_per_s=100.0)
     window = run(engine, short(num_prompts=12, request_rate=20.0, arrival=arrival, output_tokens=60))
     assert all(trace.error is None for trace in window.traces)
@@ -146,7 +156,7 @@ def test_an_open_loop_starts_by_its_schedule_not_by_completions(fake_engine, arr
     assert window.concurrency is None
 
 
-def test_a_request_without_a_token_ends_the_run_and_is_kept(fake_engine):
+def test_a_request_without_a_token_ends_the_run_and_is_kept(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", tokens_per_s=500.0, hang={"after": 2, "seconds": 60})
     began = time.monotonic()
     window = run(engine, short(num_prompts=6, stall_s=0.8))
@@ -157,7 +167,7 @@ def test_a_request_without_a_token_ends_the_run_and_is_kept(fake_engine):
     assert window.traces[2].chunk_times_s
 
 
-def test_what_the_watch_raises_ends_the_run(fake_engine):
+def test_what_the_watch_raises_ends_the_run(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", tokens_per_s=5.0)
 
     class Gone(Exception):
@@ -172,7 +182,7 @@ def test_what_the_watch_raises_ends_the_run(fake_engine):
     assert time.monotonic() - began < 6
 
 
-def test_the_client_watches_itself(fake_engine):
+def test_the_client_watches_itself(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", tokens_per_s=100.0)
     window = run(engine, short(num_prompts=1, output_tokens=100))
     assert 50 < len(window.loop_lags_s) < 150
@@ -182,13 +192,15 @@ def test_the_client_watches_itself(fake_engine):
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
-def test_models_are_listed_with_or_without_v1(fake_engine, dialect, suffix):
+def test_models_are_listed_with_or_without_v1(
+    fake_engine: Callable[..., FakeEngine], dialect: str, suffix: str
+) -> None:
     engine = fake_engine(dialect, model_id="a served name/x")
     assert list_models(engine.base_url + suffix) == ["a served name/x"]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_one_completion_and_its_refusals(fake_engine, dialect):
+def test_one_completion_and_its_refusals(fake_engine: Callable[..., FakeEngine], dialect: str) -> None:
     engine = fake_engine(dialect)
     assert one_completion(Target(base_url=engine.base_url + "/v1", model=engine.model), 10.0) is True
     broken = fake_engine(dialect, completion_500_s=30.0)
@@ -196,13 +208,13 @@ def test_one_completion_and_its_refusals(fake_engine, dialect):
         one_completion(Target(base_url=broken.base_url, model=broken.model), 10.0)
 
 
-def test_a_wrong_model_is_refused_in_the_servers_words(fake_engine):
+def test_a_wrong_model_is_refused_in_the_servers_words(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm")
     with pytest.raises(RequestError, match="does not exist"):
         one_completion(Target(base_url=engine.base_url, model="/data/my models/x y"), 10.0)
 
 
-def test_a_key_is_sent_and_asked_for(fake_engine):
+def test_a_key_is_sent_and_asked_for(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", "--api-key", "secret")
     with pytest.raises(RequestError, match="HTTP 401"):
         list_models(engine.base_url)
@@ -210,7 +222,7 @@ def test_a_key_is_sent_and_asked_for(fake_engine):
     assert one_completion(Target(base_url=engine.base_url, model=engine.model, api_key="secret"), 10.0)
 
 
-def test_nobody_there_is_one_line():
+def test_nobody_there_is_one_line() -> None:
     with pytest.raises(RequestError) as caught:
         list_models("http://127.0.0.1:9")
     assert "127.0.0.1:9" in str(caught.value)
@@ -218,7 +230,7 @@ def test_nobody_there_is_one_line():
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_tokens_are_counted_by_the_server(fake_engine, dialect):
+def test_tokens_are_counted_by_the_server(fake_engine: Callable[..., FakeEngine], dialect: str) -> None:
     engine = fake_engine(dialect)
 
     async def count() -> tuple[int | None, str | None]:

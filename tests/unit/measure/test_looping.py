@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from orchestrator.measure.looping import is_looping
@@ -20,14 +22,14 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize("path", WRITTEN, ids=lambda p: p.name)
-def test_real_prose_and_code_do_not_loop(path):
+def test_real_prose_and_code_do_not_loop(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert not is_looping(text)
     # An answer is short and may begin anywhere.
     assert not any(is_looping(text[start : start + 1500]) for start in range(0, len(text), 1500))
 
 
-def test_chinese_tables_and_lists_do_not_loop():
+def test_chinese_tables_and_lists_do_not_loop() -> None:
     assert not is_looping(CHINESE)
     assert not is_looping("".join(f"| item {i} | {i * 37 % 101} | {i * i} |\n" for i in range(60)))
     assert not is_looping("the " * 20)
@@ -48,5 +50,5 @@ PARAGRAPH = (ROOT / "conf" / "prompts" / "story-chat" / "1-lighthouse.txt").read
         "�" * 300,
     ],
 )
-def test_text_that_says_it_again_and_again_loops(text):
+def test_text_that_says_it_again_and_again_loops(text: str) -> None:
     assert is_looping(text)

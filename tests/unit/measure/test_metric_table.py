@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from orchestrator.measure.formulas import RequestTrace, Window
 from orchestrator.measure.metrics import MEMORY_METRICS, METRICS, Metric, find_metric, measure_windows, metric_names
 from orchestrator.search.objective import check_metric, direction
 from orchestrator.tracking import Recorded
-from tests.support import made_results as made
+from tests.support.builders import WORKLOAD, make_experiment, make_result
 from tests.support.definitions import metric_row, rows_under, undocumented
 
 
@@ -72,40 +73,40 @@ NEW_METRICS = {
 
 
 @pytest.mark.parametrize(("row", "values"), NEW_METRICS.values(), ids=list(NEW_METRICS))
-def test_a_metric_is_one_row(monkeypatch, row, values):
+def test_a_metric_is_one_row(monkeypatch: pytest.MonkeyPatch, row: Metric, values: dict[str, float]) -> None:
     """What a contributor does: a formula, and a row with it. Nothing else knows the name."""
-    experiment = made.experiment()
+    experiment = make_experiment()
     name = next(iter(values))
     for known in values:
         with pytest.raises(ConfigError):
-            direction(f"{made.CODE}/{known}")
+            direction(f"{WORKLOAD}/{known}")
     assert undocumented([metric_row(row)], "## Metrics") == [metric_row(row)]
 
     monkeypatch.setattr(metrics, "METRICS", (*METRICS, row))
     measured = measure_windows([window(repeat) for repeat in range(3)], WARM_UP)
     assert {known: measured.metrics[known].value for known in values} == pytest.approx(values)
-    assert direction(f"{made.CODE}/{name}") == row.better
-    check_metric(experiment, f"{made.CODE}/{name}", "objective.metric")
-    recorded = [Recorded(result=made.result("a", measurements={made.CODE: measured}))]
+    assert direction(f"{WORKLOAD}/{name}") == row.better
+    check_metric(experiment, f"{WORKLOAD}/{name}", "objective.metric")
+    recorded = [Recorded(result=make_result("a", measurements={WORKLOAD: measured}))]
     stream = io.StringIO()
     report.write_csv(stream, recorded)
     cells = {line["metric"]: line["value"] for line in csv.DictReader(io.StringIO(stream.getvalue()))}
     assert float(cells[name]) == pytest.approx(values[name])
     document = json.loads(json.dumps(report.document(experiment, recorded, None), allow_nan=False))
-    assert document["trials"][0]["measurements"][made.CODE][name]["value"] == pytest.approx(values[name])
+    assert document["trials"][0]["measurements"][WORKLOAD][name]["value"] == pytest.approx(values[name])
 
 
-def test_a_memory_value_is_one_row(monkeypatch):
+def test_a_memory_value_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     row = Metric(name="draft_gib", unit="GiB", better="min", doc="memory of the draft's weights, from the engine's log")
     with pytest.raises(ConfigError):
-        check_metric(made.experiment(), "memory/draft_gib", "objective.constraints")
+        check_metric(make_experiment(), "memory/draft_gib", "objective.constraints")
     monkeypatch.setattr(metrics, "MEMORY_METRICS", (*MEMORY_METRICS, row))
-    check_metric(made.experiment(), "memory/draft_gib", "objective.constraints")
+    check_metric(make_experiment(), "memory/draft_gib", "objective.constraints")
     assert direction("memory/draft_gib") == "min"
     assert undocumented([metric_row(row)], "### Memory") == [metric_row(row)]
 
 
-def test_a_metric_without_a_direction_is_no_metric():
+def test_a_metric_without_a_direction_is_no_metric() -> None:
     with pytest.raises(TypeError, match="better"):
         Metric(name="x_s", unit="s", doc="x")  # type: ignore[call-arg]
 
@@ -118,12 +119,12 @@ def test_a_metric_without_a_direction_is_no_metric():
         {"pooled": lambda each: [1.0], "tails_only": True},
     ],
 )
-def test_a_row_that_cannot_be_measured_is_refused(odd):
+def test_a_row_that_cannot_be_measured_is_refused(odd: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="x_s"):
         Metric(name="x_s", unit="s", better="min", doc="x", **odd)
 
 
-def test_a_name_belongs_to_one_row():
+def test_a_name_belongs_to_one_row() -> None:
     for table in (METRICS, MEMORY_METRICS):
         names = metric_names(table)
         assert len(set(names)) == len(names)
@@ -133,11 +134,11 @@ def test_a_name_belongs_to_one_row():
     assert find_metric(MEMORY_METRICS, "gpu11_peak_gib").name == "gpu_peak_gib"
 
 
-def test_what_is_measured_is_what_the_table_names():
+def test_what_is_measured_is_what_the_table_names() -> None:
     assert set(measure_windows([window(0)]).metrics) | {"speedup"} == set(metric_names(METRICS))
 
 
-def test_directions_that_campaigns_rely_on():
+def test_directions_that_campaigns_rely_on() -> None:
     """Written down once more on purpose: a changed direction turns every recorded choice around."""
     higher = {name for name in metric_names(METRICS) if direction(f"w/{name}") == "max"}
     assert higher == {
@@ -149,6 +150,6 @@ def test_directions_that_campaigns_rely_on():
     assert direction("memory/gpu0_peak_gib") == "min"
 
 
-def test_the_page_has_exactly_the_tables():
+def test_the_page_has_exactly_the_tables() -> None:
     assert sorted(rows_under("## Metrics")) == sorted(map(metric_row, (*METRICS, *MEMORY_METRICS)))
     assert rows_under("### Memory") == [*map(metric_row, MEMORY_METRICS)]

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,14 +19,14 @@ from tests.support.paths import ROOT
 REFERENCE = ROOT / "experiments" / "reference"
 
 
-def trace(times_s=(10.5, 10.6, 10.7), sent_s=10.0, **rest) -> RequestTrace:
+def trace(times_s: tuple[float, ...] = (10.5, 10.6, 10.7), sent_s: float = 10.0, **rest: Any) -> RequestTrace:
     known = {"prompt_tokens": 1000, "completion_tokens": 5, "finish_reason": "stop", "asked_tokens": 5}
     return RequestTrace(
         **{"index": 0, "repeat": 0, "shape": "a", "chunk_times_s": times_s, "sent_s": sent_s, **known, **rest}
     )
 
 
-def window(*traces: RequestTrace, wall_s: float = 1.0, **rest) -> Window:
+def window(*traces: RequestTrace, wall_s: float = 1.0, **rest: Any) -> Window:
     return Window(traces=traces, wall_s=wall_s, **rest)
 
 
@@ -34,7 +35,7 @@ def reference(name: str) -> list[dict[str, str]]:
     return list(csv.DictReader(lines))
 
 
-def test_a_stream_of_five_tokens_by_hand():
+def test_a_stream_of_five_tokens_by_hand() -> None:
     one = trace(times_s=(10.5, 10.75, 11.25), chunk_tokens=(2, 1, 2))
     assert formulas.ttft_s(one) == pytest.approx(0.5)
     assert formulas.e2e_s(one) == pytest.approx(1.25)
@@ -46,7 +47,7 @@ def test_a_stream_of_five_tokens_by_hand():
     assert formulas.output_tok_s(window(one, one, wall_s=4.0)) == pytest.approx(2.5)
 
 
-def test_the_same_numbers_in_every_place_that_prints_one():
+def test_the_same_numbers_in_every_place_that_prints_one() -> None:
     one = trace(chunk_tokens=(1, 2, 2))
     measured = measure_windows([window(trace(), replace(one, index=1)) for _ in range(3)], [trace(sent_s=0.0)])
     per_request = {metric.name: metric.per_request for metric in METRICS if metric.per_request}
@@ -57,7 +58,7 @@ def test_the_same_numbers_in_every_place_that_prints_one():
         assert measured.repeats[name] == (formula(one),) * 3
 
 
-def test_several_tokens_in_a_chunk():
+def test_several_tokens_in_a_chunk() -> None:
     """60 tokens in 20 events, 30 ms apart: 100 tok/s, where counting events says 33."""
     times = tuple(1.0 + 0.03 * i for i in range(20))
     told = trace(times_s=times, sent_s=0.5, completion_tokens=60, chunk_tokens=(3,) * 20)
@@ -66,7 +67,7 @@ def test_several_tokens_in_a_chunk():
     assert formulas.tpot_s(untold) == pytest.approx(19 * 0.03 / 59)
 
 
-def test_a_token_that_ends_the_text_has_no_time_of_its_own():
+def test_a_token_that_ends_the_text_has_no_time_of_its_own() -> None:
     """Four tokens of text 0.1 s apart, then an end-of-text mark: the rate is 10 tok/s, not 13."""
     told = trace(times_s=(1.0, 1.1, 1.2, 1.3), completion_tokens=5, chunk_tokens=(1, 1, 1, 1))
     assert formulas.decode_tok_s(told) == pytest.approx(10.0)
@@ -83,12 +84,12 @@ def test_a_token_that_ends_the_text_has_no_time_of_its_own():
         {"chunk_tokens": (5, 0, 0)},
     ],
 )
-def test_a_rate_that_nothing_is_left_for_is_absent(left_out):
+def test_a_rate_that_nothing_is_left_for_is_absent(left_out: dict[str, Any]) -> None:
     assert formulas.decode_tok_s(replace(trace(), **left_out)) is None
     assert formulas.tpot_s(replace(trace(), **left_out)) is None
 
 
-def test_part_4_decode_rate_from_tpot():
+def test_part_4_decode_rate_from_tpot() -> None:
     for row in reference("dspark_k_sweep.csv"):
         if row["status"] != "complete":
             continue
@@ -97,7 +98,7 @@ def test_part_4_decode_rate_from_tpot():
         assert formulas.decode_tok_s(one) == pytest.approx(float(row["decode_tok_s"]), rel=0.0015)
 
 
-def test_part_2_output_throughput_holds_the_prefill():
+def test_part_2_output_throughput_holds_the_prefill() -> None:
     """One TTFT for 8,192 tokens, 0.37 s, explains the whole column: it is output throughput, not the decode rate."""
     for row in reference("mtp_depth.csv"):
         if not row["tpot_ms"]:
@@ -108,13 +109,13 @@ def test_part_2_output_throughput_holds_the_prefill():
         assert formulas.decode_tok_s(one) > 1.02 * float(row["output_tok_s"])
 
 
-def test_part_4_prefill_rate():
+def test_part_4_prefill_rate() -> None:
     for row in reference("prefill.csv"):
         one = trace(times_s=(float(row["vllm_ttft_s"]),), sent_s=0.0, prompt_tokens=int(row["prompt_tokens"]))
         assert formulas.prefill_tok_s(one) == pytest.approx(float(row["vllm_prefill_tok_s"]), rel=0.002)
 
 
-def test_failed_requests_enter_the_error_rate_and_nothing_else():
+def test_failed_requests_enter_the_error_rate_and_nothing_else() -> None:
     bad = trace(times_s=(10.001,), error="engine died", completion_tokens=1)
     measured = measure_windows([window(trace(), trace(), bad, bad, wall_s=2.0)], [trace(sent_s=0.0)])
     ttft, errors, output = (measured.metrics[n] for n in ("ttft_s", "error_rate", "output_tok_s"))
@@ -127,14 +128,14 @@ def test_failed_requests_enter_the_error_rate_and_nothing_else():
     assert (measured.num_requests, measured.num_failed, measured.first_error) == (4, 2, "engine died")
 
 
-def test_nothing_answered_is_absent_everywhere_but_the_error_rate():
+def test_nothing_answered_is_absent_everywhere_but_the_error_rate() -> None:
     measured = measure_windows([window(trace(times_s=(), error="HTTP 400: no", completion_tokens=None))])
     known = {name: q.value for name, q in measured.metrics.items() if q is not None}
     assert known == {"error_rate": 1.0}
     assert measure_windows([]).metrics["ttft_s"] is None
 
 
-def test_the_first_request_of_each_shape_is_the_cold_sample():
+def test_the_first_request_of_each_shape_is_the_cold_sample() -> None:
     slow = trace(times_s=(15.0, 15.1), sent_s=5.0, shape="a")
     rest = [trace(sent_s=10.0), trace(sent_s=10.0, shape="b", times_s=(12.0, 12.1))]
     without_warm_up = measure_windows([window(slow, *rest, trace())])
@@ -146,13 +147,15 @@ def test_the_first_request_of_each_shape_is_the_cold_sample():
     assert warmed.metrics["ttft_s"].n == 2
 
 
-def spec(drafts, drafted, accepted, by_position=None, **rest) -> EngineStats:
+def spec(
+    drafts: float, drafted: float, accepted: float, by_position: tuple[float, ...] | None = None, **rest: Any
+) -> EngineStats:
     return EngineStats(
         drafts=drafts, draft_tokens=drafted, accepted_tokens=accepted, accepted_by_position=by_position, **rest
     )
 
 
-def test_acceptance_is_the_delta_of_the_window_not_the_life_of_the_server():
+def test_acceptance_is_the_delta_of_the_window_not_the_life_of_the_server() -> None:
     before, after = spec(100, 300, 300, (100.0, 100.0, 100.0)), spec(200, 600, 400, (180.0, 115.0, 105.0))
     speculated = window(trace(), before=before, after=after)
     assert formulas.acceptance_rate(speculated) == pytest.approx(100 / 300)
@@ -165,7 +168,7 @@ def test_acceptance_is_the_delta_of_the_window_not_the_life_of_the_server():
     assert formulas.acceptance_by_position([]) is None
 
 
-def test_positions_that_appear_with_the_first_draft_count_from_zero():
+def test_positions_that_appear_with_the_first_draft_count_from_zero() -> None:
     started = window(before=spec(0, 0, 0, ()), after=spec(10, 20, 12, (8.0, 4.0)))
     assert formulas.acceptance_by_position([started]) == pytest.approx((0.8, 0.4))
     idle = window(before=spec(10, 20, 12, (8.0, 4.0)), after=spec(10, 20, 12, (8.0, 4.0)))
@@ -173,12 +176,12 @@ def test_positions_that_appear_with_the_first_draft_count_from_zero():
     assert formulas.acceptance_rate(idle) is None
 
 
-def test_the_gauge_stands_in_only_where_there_are_no_counters():
+def test_the_gauge_stands_in_only_where_there_are_no_counters() -> None:
     gauge = EngineStats(acceptance_length_gauge=2.7)
     assert formulas.acceptance_length(window(before=gauge, after=gauge)) == 2.7
 
 
-def test_a_restart_in_the_window_leaves_no_delta():
+def test_a_restart_in_the_window_leaves_no_delta() -> None:
     back = window(before=spec(100, 300, 200), after=spec(10, 30, 20))
     assert formulas.counters_reset(back)
     assert formulas.acceptance_rate(back) is None
@@ -188,27 +191,27 @@ def test_a_restart_in_the_window_leaves_no_delta():
     assert not formulas.counters_reset(window(before=spec(1, 3, 2), after=spec(2, 6, 4)))
 
 
-def test_prefix_hits_come_from_the_counter_or_from_usage():
+def test_prefix_hits_come_from_the_counter_or_from_usage() -> None:
     counted = window(trace(), before=EngineStats(prefix_hit_tokens=16), after=EngineStats(prefix_hit_tokens=48))
     assert formulas.prefix_hit_tokens(counted) == 32
     assert formulas.prefix_hit_tokens(window(trace(cached_tokens=100), trace(cached_tokens=0))) == 100
     assert formulas.prefix_hit_tokens(window(trace())) is None
 
 
-def test_full_concurrency_share_sees_ramp_and_drain():
+def test_full_concurrency_share_sees_ramp_and_drain() -> None:
     traces = [trace(sent_s=0.0, times_s=(1.0, 4.0)), trace(sent_s=0.0, times_s=(1.0, 10.0))]
     assert formulas.full_concurrency_share(window(*traces, wall_s=10.0, concurrency=2)) == pytest.approx(0.4)
     assert formulas.full_concurrency_share(window(traces[0], wall_s=4.0, concurrency=2)) == 0.0
     assert formulas.full_concurrency_share(window(*traces, wall_s=10.0)) is None
 
 
-def test_lateness_is_against_the_schedule():
+def test_lateness_is_against_the_schedule() -> None:
     late = trace(sent_s=10.25, scheduled_s=10.0)
     assert formulas.lateness_s(late) == pytest.approx(0.25)
     assert formulas.lateness_s(trace()) is None
 
 
-def test_no_number_that_is_not_finite_leaves():
+def test_no_number_that_is_not_finite_leaves() -> None:
     odd = trace(times_s=(math.inf, math.inf), completion_tokens=0, prompt_tokens=0)
     never = trace(times_s=(10.0, 10.0), completion_tokens=2)
     measured = measure_windows([window(odd, never, wall_s=0.0, client_cpu_share=math.nan)] * 3, [trace(sent_s=0.0)])

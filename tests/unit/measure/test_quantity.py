@@ -28,7 +28,7 @@ CAMPAIGNS = 400
 
 @pytest.mark.parametrize("repeats", [2, 3, 5, 12])
 @pytest.mark.parametrize("shape", ["normal", "skewed"])
-def test_two_identical_arms_are_no_difference(repeats, shape):
+def test_two_identical_arms_are_no_difference(repeats: int, shape: str) -> None:
     draw = np.random.default_rng(7)
 
     def arm() -> list[float]:
@@ -39,7 +39,7 @@ def test_two_identical_arms_are_no_difference(repeats, shape):
     assert wrong <= 0.05 * CAMPAIGNS
 
 
-def test_a_percentile_bootstrap_alone_would_be_wrong_more_often():
+def test_a_percentile_bootstrap_alone_would_be_wrong_more_often() -> None:
     """Why the interval is widened: three repeats against three are disjoint by chance one time in ten."""
     draw = np.random.default_rng(7)
     arms = draw.normal(100, 5, (CAMPAIGNS, 2, 3))
@@ -48,13 +48,13 @@ def test_a_percentile_bootstrap_alone_would_be_wrong_more_often():
 
 
 @pytest.mark.parametrize(("repeats", "gain"), [(3, 1.15), (5, 1.06)])
-def test_a_real_difference_is_found(repeats, gain):
+def test_a_real_difference_is_found(repeats: int, gain: float) -> None:
     draw = np.random.default_rng(11)
     found = sum(differs(gain * draw.normal(100, 2, repeats), draw.normal(100, 2, repeats)) for _ in range(100))
     assert found >= 90
 
 
-def test_ratio_is_of_medians_and_inverts():
+def test_ratio_is_of_medians_and_inverts() -> None:
     a, b = [110.0, 112.0, 300.0], [100.0, 101.0, 102.0]
     found, inverse = ratio(a, b), ratio(b, a)
     assert found is not None
@@ -68,7 +68,7 @@ def test_ratio_is_of_medians_and_inverts():
     assert ratio(a, b) == found
 
 
-def test_ratio_knows_what_it_cannot_know():
+def test_ratio_knows_what_it_cannot_know() -> None:
     single = ratio([110.0], [100.0, 101.0])
     assert single is not None
     assert (single.value, single.low, single.high, single.n) == (pytest.approx(110 / 100.5), None, None, 1)
@@ -80,7 +80,7 @@ def test_ratio_knows_what_it_cannot_know():
     assert not differs([2.0, 2.0, 2.0], [2.0, 2.0, 2.0])
 
 
-def test_median_over_repeats_with_its_samples():
+def test_median_over_repeats_with_its_samples() -> None:
     quantity = over_repeats([3.0, None, 1.0, 2.0], [1.0, 2.0, 3.0, 4.0, None])
     assert quantity is not None
     assert (quantity.value, quantity.low, quantity.high, quantity.n) == (2.0, 1.0, 3.0, 4)
@@ -96,7 +96,7 @@ def test_median_over_repeats_with_its_samples():
 
 
 @pytest.mark.parametrize("n", [1, 5, 71, 99, 100, 1000, 5000])
-def test_no_p99_below_a_hundred_samples_and_never_above_the_maximum(n):
+def test_no_p99_below_a_hundred_samples_and_never_above_the_maximum(n: int) -> None:
     values = list(np.random.default_rng(3).exponential(1.0, n))
     largest = tail(values, "max")
     assert largest is not None
@@ -109,7 +109,7 @@ def test_no_p99_below_a_hundred_samples_and_never_above_the_maximum(n):
         assert p99.low <= p99.value <= p99.high <= max(values)
 
 
-def test_many_samples_have_the_interval_of_the_bootstrap():
+def test_many_samples_have_the_interval_of_the_bootstrap() -> None:
     values = list(np.random.default_rng(5).normal(10, 1, 1001))
     few, many = tail(values[:1000], "p50"), tail(values, "p50")
     assert few is not None
@@ -118,7 +118,7 @@ def test_many_samples_have_the_interval_of_the_bootstrap():
     assert few.high == pytest.approx(many.high, abs=0.02)
 
 
-def test_a_mix_is_harmonic():
+def test_a_mix_is_harmonic() -> None:
     assert harmonic_mix({"a": 100.0, "b": 50.0}, {"a": 1.0, "b": 1.0}) == pytest.approx(2 / (1 / 100 + 1 / 50))
     assert harmonic_mix({"a": 100.0, "b": None}, {"a": 1.0, "b": 1.0}) is None
     assert harmonic_mix({"a": 100.0}, {"a": 1.0, "b": 1.0}) is None
@@ -126,7 +126,7 @@ def test_a_mix_is_harmonic():
 
 
 @given(st.lists(st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True)), max_size=8))
-def test_nothing_non_finite_comes_out(values):
+def test_nothing_non_finite_comes_out(values: list[float | None]) -> None:
     for quantity in (over_repeats(values), ratio(values, values), *(tail(values, which) for which in TAILS)):
         if quantity is not None:
             assert math.isfinite(quantity.value)
@@ -134,7 +134,7 @@ def test_nothing_non_finite_comes_out(values):
     assert finite(median(values)) == median(values)
 
 
-def test_absent_is_not_zero():
+def test_absent_is_not_zero() -> None:
     assert over(1.0, 0.0) is None
     assert over(None, 1.0) is None
     assert over(0.0, 2.0) == 0.0
@@ -143,7 +143,7 @@ def test_absent_is_not_zero():
     assert median([]) is None
 
 
-def test_a_document_of_a_number_is_strict_json():
+def test_a_document_of_a_number_is_strict_json() -> None:
     assert quantity_document(Quantity(value=1.5, low=1.0, high=2.0, n=3)) == {
         "value": 1.5,
         "low": 1.0,

@@ -124,6 +124,7 @@ def test_a_user_that_cannot_be_seen_or_ended_is_told_as_such(
     assert str(gpus.GpuUser(pid=9, name=None, used_gib=None)) == "pid 9 (not visible from here)"
 
 
+@pytest.mark.slow
 def test_memory_is_waited_for_until_it_is_back(node: FakeNvml, neighbour: subprocess.Popen[bytes]) -> None:
     node.gpu("GPU-aaaa", decay_s=2.0).pid(0, neighbour.pid, 40_000)
     neighbour.kill()
@@ -133,6 +134,7 @@ def test_memory_is_waited_for_until_it_is_back(node: FakeNvml, neighbour: subpro
     assert 1.0 < time.monotonic() - began < 10.0
 
 
+@pytest.mark.slow
 def test_a_start_waits_until_memory_no_longer_falls(node: FakeNvml, neighbour: subprocess.Popen[bytes]) -> None:
     node.gpu("GPU-aaaa", decay_s=3.0).gpu("GPU-bbbb", used_mib=30_000).pid(0, neighbour.pid, 40_000)
     neighbour.kill()
@@ -202,6 +204,7 @@ def test_a_busy_gpu_is_refused_with_the_pid_and_name_of_its_user(
         assert alone.foreign_gpu_users() == ()
 
 
+@pytest.mark.slow
 def test_the_next_start_comes_after_the_memory_is_free(node: FakeNvml, tmp_path: Path) -> None:
     node.gpu("GPU-aaaa", decay_s=4.0)
     record = used_by_engine(node, tmp_path)
@@ -217,6 +220,7 @@ def test_the_next_start_comes_after_the_memory_is_free(node: FakeNvml, tmp_path:
     assert starts[1] - starts[0] > 4.0
 
 
+@pytest.mark.slow
 def test_a_start_on_the_gpu_of_an_owner_that_was_just_killed(node: FakeNvml, tmp_path: Path) -> None:
     node.gpu("GPU-aaaa", decay_s=3.0)
     record = used_by_engine(node, tmp_path)

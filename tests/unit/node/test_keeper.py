@@ -100,6 +100,7 @@ def test_the_owner_disappears(kept: Kept) -> None:
     assert kept.alive() == []
 
 
+@pytest.mark.slow
 def test_an_owner_that_is_gone_gets_a_short_grace(tmp_path: Path) -> None:
     keeper = Kept(tmp_path, grace_s=300)
     keeper.wait_up()
@@ -159,6 +160,7 @@ def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     assert b"/nowhere/at/all" in (keeper.process.stderr.read() if keeper.process.stderr else b"")
 
 
+@pytest.mark.slow
 def test_an_owner_that_vanishes_during_an_orderly_end_shortens_it(tmp_path: Path) -> None:
     keeper = Kept(tmp_path, grace_s=300)
     keeper.wait_up()
@@ -172,6 +174,7 @@ def test_an_owner_that_vanishes_during_an_orderly_end_shortens_it(tmp_path: Path
     assert keeper.alive() == []
 
 
+@pytest.mark.slow
 def test_an_owner_in_a_hurry_is_not_kept_waiting(tmp_path: Path) -> None:
     keeper = Kept(tmp_path, grace_s=300)
     keeper.wait_up()

@@ -15,10 +15,11 @@ from orchestrator.measure.metrics import Measurement, Quantity
 from orchestrator.measure.verdict import Level
 from orchestrator.outcome import TrialStatus
 from orchestrator.trial import TrialResult
-from tests.support.made_results import CODE, CONFIG, K, experiment, measurement, result
+from tests.support.builders import CONFIG, WORKLOAD, K, make_experiment, make_measurement, make_result
 
 STORY, TAIL = "story-chat", "tail-100"
-EXPERIMENT = experiment()
+RATE = f"{WORKLOAD}/decode_tok_s"
+EXPERIMENT = make_experiment()
 
 
 def _name(selection: search.Selection) -> str | None:
@@ -26,7 +27,11 @@ def _name(selection: search.Selection) -> str | None:
 
 
 def test_the_fastest_valid_result_wins() -> None:
-    results = [result("slow", 90, 91, 92), result("fast", 270, 271, 272), result("middling", 200, 201, 202)]
+    results = [
+        make_result("slow", 90, 91, 92),
+        make_result("fast", 270, 271, 272),
+        make_result("middling", 200, 201, 202),
+    ]
     selection = search.select(EXPERIMENT, results)
     assert _name(selection) == "fast"
     assert [r.spec.name for r in selection.ranking] == ["fast", "middling", "slow"]
@@ -36,7 +41,12 @@ def test_the_fastest_valid_result_wins() -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 0, 3, 2)])
 def test_what_is_not_finite_never_wins(order: tuple[int, ...]) -> None:
-    made = [result("nan", math.nan), result("hundred", 100), result("inf", math.inf), result("ninety", 90)]
+    made = [
+        make_result("nan", math.nan),
+        make_result("hundred", 100),
+        make_result("inf", math.inf),
+        make_result("ninety", 90),
+    ]
     selection = search.select(EXPERIMENT, [made[i] for i in order])
     assert _name(selection) == "hundred"
     assert {name for name, why in selection.excluded.items() if "not measured" in why} == {"nan", "inf"}
@@ -44,10 +54,10 @@ def test_what_is_not_finite_never_wins(order: tuple[int, ...]) -> None:
 
 def test_no_valid_result_is_an_answer_with_the_reasons_counted() -> None:
     results = [
-        result("a", 900, 901, 902, level=Level.INVALID, codes=["prefix_cache_hits"]),
-        result("b", 800, 801, 802, level=Level.INVALID, codes=["prefix_cache_hits"]),
-        result("c", status=TrialStatus.REFUSED, cause="refused_by_engine"),
-        result("d", math.nan),
+        make_result("a", 900, 901, 902, level=Level.INVALID, codes=["prefix_cache_hits"]),
+        make_result("b", 800, 801, 802, level=Level.INVALID, codes=["prefix_cache_hits"]),
+        make_result("c", status=TrialStatus.REFUSED, cause="refused_by_engine"),
+        make_result("d", math.nan),
     ]
     selection = search.select(EXPERIMENT, results)
     assert selection.best is None
@@ -58,16 +68,16 @@ def test_no_valid_result_is_an_answer_with_the_reasons_counted() -> None:
 
 
 def test_a_minimiser_does_not_love_what_is_absent() -> None:
-    quickest = experiment(objective=Objective(metric=f"{CODE}/ttft_s", mode="min"))
-    absent = result("absent", measurements={CODE: Measurement(metrics={"ttft_s": None})})
-    slow = result("slow", measurements={CODE: measurement(ttft_s=(0.9, 0.91, 0.92))})
-    quick = result("quick", measurements={CODE: measurement(ttft_s=(0.3, 0.31, 0.32))})
+    quickest = make_experiment(objective=Objective(metric=f"{WORKLOAD}/ttft_s", mode="min"))
+    absent = make_result("absent", measurements={WORKLOAD: Measurement(metrics={"ttft_s": None})})
+    slow = make_result("slow", measurements={WORKLOAD: make_measurement(ttft_s=(0.9, 0.91, 0.92))})
+    quick = make_result("quick", measurements={WORKLOAD: make_measurement(ttft_s=(0.3, 0.31, 0.32))})
     assert _name(search.select(quickest, [absent, slow, quick])) == "quick"
 
 
 def test_a_suspect_result_wins_only_when_nothing_is_valid() -> None:
-    suspect = result("garbler", 500, 501, 502, level=Level.SUSPECT, codes=["degenerate_output"])
-    valid = result("honest", 200, 201, 202)
+    suspect = make_result("garbler", 500, 501, 502, level=Level.SUSPECT, codes=["degenerate_output"])
+    valid = make_result("honest", 200, 201, 202)
     selection = search.select(EXPERIMENT, [suspect, valid])
     assert _name(selection) == "honest"
     assert selection.excluded == {"garbler": "suspect: degenerate_output"}
@@ -77,7 +87,7 @@ def test_a_suspect_result_wins_only_when_nothing_is_valid() -> None:
 
 
 def test_a_pruned_trial_does_not_compete() -> None:
-    selection = search.select(EXPERIMENT, [result("a", 300, status=TrialStatus.PRUNED), result("b", 100)])
+    selection = search.select(EXPERIMENT, [make_result("a", 300, status=TrialStatus.PRUNED), make_result("b", 100)])
     assert _name(selection) == "b"
     assert selection.excluded == {"a": "pruned"}
 
@@ -86,42 +96,42 @@ NOISY_SIX, NOISY_FIVE, SLOW_EIGHT = (268.0, 276.0, 284.0), (260.0, 269.0, 279.0)
 
 
 def test_within_the_noise_the_preferred_configuration_wins() -> None:
-    results = [result("k=6", *NOISY_SIX, k=6), result("k=5", *NOISY_FIVE, k=5), result("k=8", *SLOW_EIGHT, k=8)]
-    simpler = experiment(objective=Objective(metric=f"{CODE}/decode_tok_s", prefer={K: "min"}))
+    results = [
+        make_result("k=6", *NOISY_SIX, k=6),
+        make_result("k=5", *NOISY_FIVE, k=5),
+        make_result("k=8", *SLOW_EIGHT, k=8),
+    ]
+    simpler = make_experiment(objective=Objective(metric=RATE, prefer={K: "min"}))
     selection = search.select(simpler, results)
     assert _name(selection) == "k=5"
     assert selection.ties == ("k=6",)
     assert "within the noise of k=6" in selection.reason
-    deeper = experiment(objective=Objective(metric=f"{CODE}/decode_tok_s", prefer={K: "max"}))
+    deeper = make_experiment(objective=Objective(metric=RATE, prefer={K: "max"}))
     assert _name(search.select(deeper, results)) == "k=6"
 
 
 def test_without_a_preference_fewer_proposals_win_a_tie_and_then_the_order() -> None:
-    six, five = result("k=6", *NOISY_SIX, k=6), result("k=5", *NOISY_FIVE, k=5)
+    six, five = make_result("k=6", *NOISY_SIX, k=6), make_result("k=5", *NOISY_FIVE, k=5)
     assert _name(search.select(EXPERIMENT, [six, five])) == "k=5"
-    twins = [result("first", *NOISY_FIVE), result("second", *NOISY_SIX)]
+    twins = [make_result("first", *NOISY_FIVE), make_result("second", *NOISY_SIX)]
     assert _name(search.select(EXPERIMENT, twins)) == "first"
     assert _name(search.select(EXPERIMENT, twins[::-1])) == "second"
 
 
 def test_a_given_tie_width_replaces_the_measured_noise() -> None:
-    results = [result("k=6", 276.0, 276.0, 276.0, k=6), result("k=5", 268.0, 268.0, 268.0, k=5)]
-    assert (
-        _name(search.select(experiment(objective=Objective(metric=f"{CODE}/decode_tok_s", tie=0.05)), results)) == "k=5"
-    )
-    assert (
-        _name(search.select(experiment(objective=Objective(metric=f"{CODE}/decode_tok_s", tie=0.01)), results)) == "k=6"
-    )
+    results = [make_result("k=6", 276.0, 276.0, 276.0, k=6), make_result("k=5", 268.0, 268.0, 268.0, k=5)]
+    assert _name(search.select(make_experiment(objective=Objective(metric=RATE, tie=0.05)), results)) == "k=5"
+    assert _name(search.select(make_experiment(objective=Objective(metric=RATE, tie=0.01)), results)) == "k=6"
 
 
 def _with_tail(name: str, rate: float, **tail: Quantity) -> TrialResult:
-    rates = measurement(decode_tok_s=(rate, rate + 1, rate + 2))
-    return result(name, measurements={CODE: rates, TAIL: Measurement(metrics=dict(tail))})
+    rates = make_measurement(decode_tok_s=(rate, rate + 1, rate + 2))
+    return make_result(name, measurements={WORKLOAD: rates, TAIL: Measurement(metrics=dict(tail))})
 
 
 def _constrained(text: str) -> TrialResult | search.Selection:
     return search.select(
-        experiment(objective=Objective(metric=f"{CODE}/decode_tok_s", constraints=[text]), workloads=(CODE, TAIL)),
+        make_experiment(objective=Objective(metric=RATE, constraints=[text]), workloads=(WORKLOAD, TAIL)),
         [
             _with_tail("spiky", 276, ttft_p99_s=Quantity(value=11.564, n=100), ttft_max_s=Quantity(value=12, n=100)),
             _with_tail("smooth", 261, ttft_p99_s=Quantity(value=0.426, n=100), ttft_max_s=Quantity(value=1, n=100)),
@@ -138,13 +148,13 @@ def test_a_fast_median_with_a_terrible_tail_does_not_win() -> None:
 
 @pytest.mark.parametrize(("op", "kept"), [("<=", True), (">=", True), ("<", False), (">", False)])
 def test_every_operator_means_what_it_says_at_the_bound(op: str, kept: bool) -> None:
-    exact = experiment(objective=Objective(metric=f"{CODE}/decode_tok_s", constraints=[f"{TAIL}/ttft_p99_s {op} 3"]))
+    exact = make_experiment(objective=Objective(metric=RATE, constraints=[f"{TAIL}/ttft_p99_s {op} 3"]))
     one = _with_tail("one", 200, ttft_p99_s=Quantity(value=3.0, n=100))
     assert (search.select(exact, [one]).best is not None) is kept
 
 
 def test_a_p99_of_few_requests_is_their_maximum_and_says_so() -> None:
-    tail = experiment(objective=Objective(metric=f"{CODE}/decode_tok_s", constraints=[f"{TAIL}/ttft_p99_s <= 3"]))
+    tail = make_experiment(objective=Objective(metric=RATE, constraints=[f"{TAIL}/ttft_p99_s <= 3"]))
     one = _with_tail("one", 200, ttft_max_s=Quantity(value=2.0, n=71))
     selection = search.select(tail, [one])
     assert _name(selection) == "one"
@@ -152,29 +162,33 @@ def test_a_p99_of_few_requests_is_their_maximum_and_says_so() -> None:
 
 
 def test_what_was_not_measured_keeps_no_constraint() -> None:
-    kv = experiment(objective=Objective(metric=f"{CODE}/decode_tok_s", constraints=["memory/kv_tokens >= 1048576"]))
-    unknown = result("unknown", 300)
-    enough = result("enough", 200, memory={"kv_tokens": 1371214})
-    short = result("short", 250, memory={"kv_tokens": 303419})
+    kv = make_experiment(objective=Objective(metric=RATE, constraints=["memory/kv_tokens >= 1048576"]))
+    unknown = make_result("unknown", 300)
+    enough = make_result("enough", 200, memory={"kv_tokens": 1371214})
+    short = make_result("short", 250, memory={"kv_tokens": 303419})
     selection = search.select(kv, [unknown, short, enough])
     assert _name(selection) == "enough"
     assert selection.excluded["unknown"] == "memory/kv_tokens >= 1.04858e+06: not measured"
 
 
 def test_the_peak_of_the_fullest_gpu_stands_for_all() -> None:
-    one = result("one", 200, memory={"gpu0_peak_gib": 80.0, "gpu1_peak_gib": 91.0, "host_rss_peak_gib": 4.0})
+    one = make_result("one", 200, memory={"gpu0_peak_gib": 80.0, "gpu1_peak_gib": 91.0, "host_rss_peak_gib": 4.0})
     peak = search.value(one, "memory/gpu_peak_gib")
     assert peak is not None
     assert peak.value == 91.0
 
 
 def test_a_mix_weighs_by_tokens_so_that_rates_combine_harmonically() -> None:
-    mix = Objective(mix={CODE: 7, STORY: 3})
-    both = experiment(objective=mix, workloads=(CODE, STORY))
+    mix = Objective(mix={WORKLOAD: 7, STORY: 3})
+    both = make_experiment(objective=mix, workloads=(WORKLOAD, STORY))
 
     def mixed(name: str, code: float, story: float) -> TrialResult:
-        return result(
-            name, measurements={CODE: measurement(decode_tok_s=(code,)), STORY: measurement(decode_tok_s=(story,))}
+        return make_result(
+            name,
+            measurements={
+                WORKLOAD: make_measurement(decode_tok_s=(code,)),
+                STORY: make_measurement(decode_tok_s=(story,)),
+            },
         )
 
     lopsided, even = mixed("lopsided", 317.0, 100.0), mixed("even", 268.2, 156.2)
@@ -182,43 +196,45 @@ def test_a_mix_weighs_by_tokens_so_that_rates_combine_harmonically() -> None:
     assert score is not None
     assert score.value == pytest.approx(1 / (0.7 / 268.2 + 0.3 / 156.2))
     assert _name(search.select(both, [lopsided, even])) == "even"
-    partial = result("partial", measurements={CODE: measurement(decode_tok_s=(900.0,))})
+    partial = make_result("partial", measurements={WORKLOAD: make_measurement(decode_tok_s=(900.0,))})
     assert _name(search.select(both, [partial, even])) == "even"
 
 
 def test_launches_of_one_point_count_together() -> None:
-    lucky = [result("a", 300, 302, 304, args={"x": 1}), result("a#2", 200, 202, 204, args={"x": 1})]
-    steady = [result("b", 270, 271, 272, args={"x": 2}), result("b#2", 268, 269, 270, args={"x": 2})]
+    lucky = [make_result("a", 300, 302, 304, args={"x": 1}), make_result("a#2", 200, 202, 204, args={"x": 1})]
+    steady = [make_result("b", 270, 271, 272, args={"x": 2}), make_result("b#2", 268, 269, 270, args={"x": 2})]
     selection = search.select(EXPERIMENT, [lucky[0], steady[0], lucky[1], steady[1]])
     assert [r.spec.name for r in selection.ranking] == ["b", "a"]
     assert "within the noise" in selection.reason
 
 
 def test_finalists_are_started_again_interleaved() -> None:
-    confirmed = experiment(confirm=Confirm(top=2, launches=2))
-    results = [result("c", 100, 101, 102), result("a", 300, 301, 302), result("b", 200, 201, 202)]
+    confirmed = make_experiment(confirm=Confirm(top=2, launches=2))
+    results = [make_result("c", 100, 101, 102), make_result("a", 300, 301, 302), make_result("b", 200, 201, 202)]
     specs = search.confirmations(confirmed, search.select(confirmed, results))
     assert [spec.name for spec in specs] == ["a#2", "b#2", "a#3", "b#3"]
     assert search.confirmations(EXPERIMENT, search.select(EXPERIMENT, results)) == []
 
 
 def test_speedup_is_held_against_the_baseline_of_the_same_workload() -> None:
-    swept = experiment(variants={"no-spec": {CONFIG: None}}, grid={K: [5, 6]}, baseline="no-spec")
-    results = [result("no-spec", 92, 93, 94), result("k=6", 270, 276, 280), result("k=5")]
+    swept = make_experiment(variants={"no-spec": {CONFIG: None}}, grid={K: [5, 6]}, baseline="no-spec")
+    results = [make_result("no-spec", 92, 93, 94), make_result("k=6", 270, 276, 280), make_result("k=5")]
     base, six, nothing = search.with_campaign_metrics(results, swept)
-    speedup = six.measurements[CODE].metrics["speedup"]
+    speedup = six.measurements[WORKLOAD].metrics["speedup"]
     assert speedup is not None
     assert speedup.value == pytest.approx(276 / 93)
     assert speedup.low is not None
     assert speedup.low < 276 / 93
-    assert base.measurements[CODE].metrics["speedup"] == Quantity(value=1.0, n=3)
+    assert base.measurements[WORKLOAD].metrics["speedup"] == Quantity(value=1.0, n=3)
     assert nothing.measurements == {}
-    assert search.with_campaign_metrics(results[1:], swept)[0].measurements[CODE].metrics["speedup"] is None
+    assert search.with_campaign_metrics(results[1:], swept)[0].measurements[WORKLOAD].metrics["speedup"] is None
 
 
 def _lengths(**tokens: tuple[float, ...]) -> list[TrialResult]:
     return [
-        result(name, measurements={CODE: measurement(decode_tok_s=(100, 101, 102), completion_tokens=values)})
+        make_result(
+            name, measurements={WORKLOAD: make_measurement(decode_tok_s=(100, 101, 102), completion_tokens=values)}
+        )
         for name, values in tokens.items()
     ]
 
@@ -232,7 +248,7 @@ def test_output_lengths_that_differ_between_trials_are_suspect() -> None:
     results = _lengths(a=(200, 201, 202), b=(1024, 1024, 1024), c=(1020, 1022, 1024))
     judged = search.with_campaign_metrics(results, EXPERIMENT)
     assert [r.verdict.level for r in judged if r.verdict] == [Level.SUSPECT, Level.VALID, Level.VALID]
-    assert "201 tokens per answer where 1022 are usual" in judged[0].verdicts[CODE].reasons[0].detail
+    assert "201 tokens per answer where 1022 are usual" in judged[0].verdicts[WORKLOAD].reasons[0].detail
     assert _flagged(search.with_campaign_metrics(results, EXPERIMENT)) == ["a"], "marked once, not twice"
 
 
@@ -247,7 +263,9 @@ def test_lengths_within_tolerance_or_chance_are_not_marked() -> None:
 
 def test_the_pareto_front_drops_what_is_beaten_in_both() -> None:
     def point(name: str, rate: float, ttft: float, **kind: object) -> TrialResult:
-        return result(name, measurements={CODE: measurement(decode_tok_s=(rate,), ttft_s=(ttft,))}, **kind)  # type: ignore[arg-type]
+        return make_result(
+            name, measurements={WORKLOAD: make_measurement(decode_tok_s=(rate,), ttft_s=(ttft,))}, **kind
+        )  # type: ignore[arg-type]
 
     results = [
         point("fast", 300, 0.9),
@@ -256,30 +274,36 @@ def test_the_pareto_front_drops_what_is_beaten_in_both() -> None:
         point("between", 200, 0.5),
         point("invalid", 900, 0.01, level=Level.INVALID),
     ]
-    front = search.pareto(results, f"{CODE}/decode_tok_s", f"{CODE}/ttft_s")
+    front = search.pareto(results, RATE, f"{WORKLOAD}/ttft_s")
     assert [r.spec.name for r in front] == ["fast", "between", "quick"]
 
 
-SWEEP = experiment(variants={"no-spec": {CONFIG: None}}, grid={K: [5, 6]}, workloads=(CODE, TAIL))
+SWEEP = make_experiment(variants={"no-spec": {CONFIG: None}}, grid={K: [5, 6]}, workloads=(WORKLOAD, TAIL))
 
 
 @pytest.mark.parametrize(
     ("objective", "named"),
     [
         (Objective(metric="code-review-8/decode_tok_s"), "did you mean 'code-review-8k'"),
-        (Objective(metric=f"{CODE}/decode_toks"), "did you mean 'decode_tok_s'"),
+        (Objective(metric=f"{WORKLOAD}/decode_toks"), "did you mean 'decode_tok_s'"),
         (Objective(metric="decode_tok_s"), "allowed is WORKLOAD/NAME"),
         (Objective(metric="memory/kv_token"), "did you mean 'kv_tokens'"),
-        (Objective(metric=f"{CODE}/ttft_s"), "allowed is min"),
-        (Objective(metric=f"{CODE}/decode_tok_s", mode="min"), "allowed is max"),
+        (Objective(metric=f"{WORKLOAD}/ttft_s"), "allowed is min"),
+        (Objective(metric=RATE, mode="min"), "allowed is max"),
         (Objective(mix={"code-review": 1.0}), "did you mean 'code-review-8k'"),
-        (Objective(mix={CODE: 0.0}), "above 0"),
-        (Objective(metric=f"{CODE}/decode_tok_s", constraints=["tail-10/ttft_p99_s <= 3"]), "did you mean 'tail-100'"),
-        (Objective(metric=f"{CODE}/decode_tok_s", constraints=["tail-100/ttft_p9_s <= 3"]), "did you mean 'ttft_p9"),
-        (Objective(metric=f"{CODE}/decode_tok_s", constraints=["tail-100/ttft_p99_s == 3"]), "METRIC OP NUMBER"),
-        (Objective(metric=f"{CODE}/decode_tok_s", constraints=["tail-100/ttft_p99_s <= 3 s"]), "METRIC OP NUMBER"),
-        (Objective(metric=f"{CODE}/decode_tok_s", constraints=["tail-100/ttft_p99_s <= nan"]), "METRIC OP NUMBER"),
-        (Objective(metric=f"{CODE}/decode_tok_s", prefer={f"{K}s": "min"}), f"did you mean '{K}'"),
+        (Objective(mix={WORKLOAD: 0.0}), "above 0"),
+        (
+            Objective(metric=RATE, constraints=["tail-10/ttft_p99_s <= 3"]),
+            "did you mean 'tail-100'",
+        ),
+        (
+            Objective(metric=RATE, constraints=["tail-100/ttft_p9_s <= 3"]),
+            "did you mean 'ttft_p9",
+        ),
+        (Objective(metric=RATE, constraints=["tail-100/ttft_p99_s == 3"]), "METRIC OP NUMBER"),
+        (Objective(metric=RATE, constraints=["tail-100/ttft_p99_s <= 3 s"]), "METRIC OP NUMBER"),
+        (Objective(metric=RATE, constraints=["tail-100/ttft_p99_s <= nan"]), "METRIC OP NUMBER"),
+        (Objective(metric=RATE, prefer={f"{K}s": "min"}), f"did you mean '{K}'"),
     ],
 )
 def test_a_wrong_name_is_answered_with_the_nearest_right_one(objective: Objective, named: str) -> None:
@@ -301,11 +325,11 @@ def test_baseline_and_verification_must_exist() -> None:
 
 def test_a_thousand_points_are_planned_and_chosen_from_in_seconds() -> None:
     """Planning made the whole schema per point (80 ms each), and choosing held every result against every other."""
-    swept = experiment(grid={"engine.args.max-num-seqs": list(range(1, 1001))})
+    swept = make_experiment(grid={"engine.args.max-num-seqs": list(range(1, 1001))})
     began_s = time.process_time()
     search.check(swept)
     planned, _ = search.points(swept)
     assert len(planned) == 1000
-    results = [replace(result(spec.name, 100.0, 101.0, 99.0), spec=spec) for spec in planned]
+    results = [replace(make_result(spec.name, 100.0, 101.0, 99.0), spec=spec) for spec in planned]
     assert search.select(swept, results).best is not None
     assert time.process_time() - began_s < 10

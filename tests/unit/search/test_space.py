@@ -7,13 +7,13 @@ import pytest
 from orchestrator import search
 from orchestrator.errors import ConfigError
 from orchestrator.search.space import Dimension, draw, plan, point_name
-from tests.support.made_results import CODE, CONFIG, K, experiment
+from tests.support.builders import CONFIG, WORKLOAD, K, make_experiment
 
 METHOD = f"{CONFIG}.method"
 
 
 def test_variants_and_grid_add_up_in_the_written_order() -> None:
-    specs, skipped = search.points(experiment(variants={"no-spec": {CONFIG: None}}, grid={K: [4, 5, 10]}))
+    specs, skipped = search.points(make_experiment(variants={"no-spec": {CONFIG: None}}, grid={K: [4, 5, 10]}))
     assert [spec.name for spec in specs] == ["no-spec", "k=4", "k=5", "k=10"]
     assert skipped == []
     assert specs[0].engine.args["speculative-config"] is None
@@ -22,14 +22,14 @@ def test_variants_and_grid_add_up_in_the_written_order() -> None:
 
 
 def test_a_search_left_out_is_one_point() -> None:
-    [only], skipped = search.points(experiment())
+    [only], skipped = search.points(make_experiment())
     assert only.name == "base"
     assert only.params == {}
     assert skipped == []
 
 
 def test_a_point_written_twice_is_skipped_and_says_so() -> None:
-    twice = experiment(variants={"six": {K: 6}}, grid={K: [5, 6, 6]})
+    twice = make_experiment(variants={"six": {K: 6}}, grid={K: [5, 6, 6]})
     specs, skipped = search.points(twice)
     assert [spec.name for spec in specs] == ["six", "k=5"]
     assert skipped == [("k=6", "the same configuration as six")] * 2
@@ -38,7 +38,7 @@ def test_a_point_written_twice_is_skipped_and_says_so() -> None:
 
 def test_names_are_unique_even_where_the_short_forms_are_not() -> None:
     values = ["/data/a/model", "/data/b/model"]
-    specs, _ = search.points(experiment(grid={"engine.model": values}))
+    specs, _ = search.points(make_experiment(grid={"engine.model": values}))
     assert [spec.name for spec in specs] == ["model=model", "model=model~2"]
     assert [spec.engine.model for spec in specs] == values
 
@@ -60,7 +60,7 @@ def test_names_can_be_read(params: dict[str, object], name: str) -> None:
 
 
 def test_two_grid_keys_make_their_product() -> None:
-    specs, _ = search.points(experiment(grid={K: [2, 4], "engine.args.max-model-len": [1024, 2048]}))
+    specs, _ = search.points(make_experiment(grid={K: [2, 4], "engine.args.max-model-len": [1024, 2048]}))
     assert [spec.name for spec in specs] == [
         "k=2,max-model-len=1024",
         "k=2,max-model-len=2048",
@@ -70,12 +70,12 @@ def test_two_grid_keys_make_their_product() -> None:
 
 
 def test_random_draws_are_different_seeded_and_accounted_for() -> None:
-    some = experiment(sampler="random", space={K: {"low": 1, "high": 8}}, num_samples=5, seed=7)
+    some = make_experiment(sampler="random", space={K: {"low": 1, "high": 8}}, num_samples=5, seed=7)
     names = [spec.name for spec in search.points(some)[0]]
     assert len(set(names)) == 5
     assert names == [spec.name for spec in search.points(some)[0]]
     assert set(names) <= {f"k={k}" for k in range(1, 9)}
-    more = plan(experiment(sampler="random", grid={K: [2, 4]}, num_samples=5))
+    more = plan(make_experiment(sampler="random", grid={K: [2, 4]}, num_samples=5))
     assert sorted(spec.name for spec in more.points) == ["k=2", "k=4"]
     assert [(skipped.name, "no more than 2" in skipped.reason) for skipped in more.skipped] == [("3 samples", True)]
 
@@ -91,11 +91,11 @@ def test_a_conditional_key_is_drawn_only_where_its_condition_holds() -> None:
         asked.append(dimension.key)
         return dimension.choices[first] if dimension.choices else 5
 
-    both = experiment(sampler="tpe", space=space)
+    both = make_experiment(sampler="tpe", space=space)
     assert draw(both, lambda dimension: suggest(dimension, 0)) == {CONFIG: None}
     assert asked == [CONFIG]
     assert draw(both, lambda dimension: suggest(dimension, 1)) == {CONFIG: {"method": "ngram"}, K: 5}
-    drawn, _ = search.points(experiment(sampler="random", space=space, num_samples=9))
+    drawn, _ = search.points(make_experiment(sampler="random", space=space, num_samples=9))
     assert len(drawn) == 9
     assert sum(spec.engine.args["speculative-config"] is None for spec in drawn) == 1
 
@@ -106,7 +106,7 @@ def test_steps_and_logarithmic_ranges_keep_their_bounds() -> None:
         "engine.args.gpu-memory-utilization": {"low": 0.5, "high": 0.9, "log": True},
         "engine.args.max-num-seqs": {"low": 1, "high": 256, "log": True},
     }
-    for spec in search.points(experiment(sampler="random", space=space, num_samples=20))[0]:
+    for spec in search.points(make_experiment(sampler="random", space=space, num_samples=20))[0]:
         assert spec.engine.args["max-num-batched-tokens"] in range(1024, 8193, 1024)
         assert 0.5 <= spec.engine.args["gpu-memory-utilization"] <= 0.9
         assert spec.engine.args["max-num-seqs"] in range(1, 257)
@@ -122,9 +122,9 @@ def test_steps_and_logarithmic_ranges_keep_their_bounds() -> None:
         ({"sampler": "random", "space": {K: {"low": "a", "high": 1}}}, "must be numbers"),
         ({"sampler": "random", "space": {K: []}}, "empty"),
         ({"grid": {"tracking.uri": ["a"]}}, "cannot differ between trials"),
-        ({"grid": {f"workloads.{CODE}.promt_tokens": [1]}}, "promt_tokens"),
+        ({"grid": {f"workloads.{WORKLOAD}.promt_tokens": [1]}}, "promt_tokens"),
     ],
 )
 def test_a_wrong_search_names_its_key(section: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named.replace("|", r"\|")):
-        search.points(experiment(**section))
+        search.points(make_experiment(**section))

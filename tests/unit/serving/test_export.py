@@ -22,11 +22,12 @@ from orchestrator.config import Experiment
 from orchestrator.serving import head
 from orchestrator.serving.export import export
 from orchestrator.tracking import Recorded
-from tests.support import serving_bench as bench
+from tests.support.paths import FAKE_ENGINE
+from tests.support.stand_in_service import service_experiment, stand_in_result
 
 
 def exported(experiment: Experiment, folder: Path, env: dict[str, str] | None = None, **args: Any) -> dict[str, Path]:
-    result = bench.result(experiment, "point", tokens_per_s=300)
+    result = stand_in_result(experiment, "point", tokens_per_s=300)
     engine = replace(
         result.spec.engine, args={**result.spec.engine.args, **args}, env={**result.spec.engine.env, **(env or {})}
     )
@@ -48,7 +49,7 @@ def models(base_url: str, key: str | None = None, timeout_s: float = 60.0) -> li
 
 
 def test_the_script_starts_the_engine_on_any_port(tmp_path: Path, free_port: Callable[[], int]) -> None:
-    experiment = bench.experiment(tmp_path, "plain", 8000)
+    experiment = service_experiment(tmp_path, "plain", 8000)
     settings = {"max-model-len": 4096, "speculative-config": {"method": "ngram", "num_speculative_tokens": 2}}
     files = exported(experiment, tmp_path, {"NOTE": "it's $HOME; `x`", "HF_TOKEN": "hf_secret"}, **settings)
     text = files["serve.sh"].read_text()
@@ -77,11 +78,12 @@ def test_the_script_starts_the_engine_on_any_port(tmp_path: Path, free_port: Cal
     assert '"method": "ngram"' in text or '"method":"ngram"' in text
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_serve_deploy_takes_the_config(tmp_path: Path, free_port: Callable[[], int]) -> None:
     port, api = free_port(), free_port()
-    experiment = bench.experiment(tmp_path, "deployed", port, gpus=2, api_key_env="DEPLOYED_KEY")
+    experiment = service_experiment(tmp_path, "deployed", port, gpus=2, api_key_env="DEPLOYED_KEY")
     files = exported(experiment, tmp_path)
     document = json.loads(files["serve.yaml"].read_text())
     ServeDeploySchema.model_validate(document)
@@ -116,7 +118,7 @@ def test_the_llm_config_is_one_that_ray_reads(tmp_path: Path) -> None:
     # The public module wants vLLM installed beside Ray; the class itself does not.
     from ray.llm._internal.serve.core.configs.llm_config import LLMConfig
 
-    experiment = bench.experiment(tmp_path, "llm", 8000, gpus=2)
+    experiment = service_experiment(tmp_path, "llm", 8000, gpus=2)
     document = json.loads(exported(experiment, tmp_path)["serve-llm.yaml"].read_text())
     ServeDeploySchema.model_validate(document)
     (application,) = document["applications"]
@@ -129,9 +131,9 @@ def test_the_llm_config_is_one_that_ray_reads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["sglang", "llamacpp"])
 def test_only_vllm_has_an_llm_config(tmp_path: Path, kind: str) -> None:
-    experiment = bench.experiment(tmp_path, "other", 8000)
-    result = bench.result(experiment, "point")
-    engine = replace(result.spec.engine, kind=kind, command=[sys.executable, str(bench.FAKE_ENGINE), kind], args={})  # type: ignore[arg-type]
+    experiment = service_experiment(tmp_path, "other", 8000)
+    result = stand_in_result(experiment, "point")
+    engine = replace(result.spec.engine, kind=kind, command=[sys.executable, str(FAKE_ENGINE), kind], args={})  # type: ignore[arg-type]
     recorded = Recorded(result=replace(result, spec=replace(result.spec, engine=engine)), run_id="abc123")
     names = {path.name for path in export(experiment, recorded, tmp_path / "out")}
     assert names == {"serve.sh", "serve.yaml"}

@@ -1,85 +1,19 @@
-"""The relay against scripted servers and the stand-in engine: bytes, limits, keys, disconnects, engines that die."""
+"""The relay against scripted servers: bytes, limits, keys, and which engine is asked."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
-import signal
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
-import psutil
 import pytest
 from yarl import URL
 
-from orchestrator.engines.exposition import read_page
 from orchestrator.serving.forward import Backend, Limits
-from orchestrator.serving.metrics_page import merge_pages
-from orchestrator.serving.relay import Closed, Relay, digest
-
-Script = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
-
-
-def chunk(data: bytes) -> bytes:
-    return b"%x\r\n%s\r\n" % (len(data), data)
-
-
-@contextlib.asynccontextmanager
-async def scripted(script: Script) -> AsyncIterator[str]:
-    """A server that reads one request's head and body by content-length, then does what the script says."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            head = await reader.readuntil(b"\r\n\r\n")
-            await script(head, reader, writer)
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1 << 20)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-
-
-@contextlib.asynccontextmanager
-async def relaying(base_url: str | None, **options: Any) -> AsyncIterator[tuple[Relay, str]]:
-    relay = Relay(**options)
-    if base_url is not None:
-        relay.backends["a"] = Backend(name="a", base_url=base_url, api_key="engine-key")
-    port = await relay.start("127.0.0.1", 0)
-    try:
-        yield relay, f"http://127.0.0.1:{port}"
-    finally:
-        await relay.stop()
-
-
-async def content_length(head: bytes) -> int:
-    line = next((line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), b":0")
-    return int(line.split(b":")[1])
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        await asyncio.sleep(0.02)
-
-
-def test_an_engine_that_closes_after_each_stream_loses_no_request(fake_engine) -> None:
-    """llama.cpp promises to keep the connection and closes it: what follows at once must not meet that."""
-    engine = fake_engine("llamacpp", "--alias", "m", tokens_per_s=2000.0, ttft_s=0.0)
-    body = {"model": "m", "prompt": "a", "max_tokens": 4, "stream": True, "ignore_eos": True}
-
-    async def run() -> None:
-        async with relaying(engine.base_url) as (_, base), aiohttp.ClientSession() as session:
-            for _ in range(30):
-                async with session.post(f"{base}/v1/completions", json=body) as answer:
-                    assert (await answer.read()).endswith(b"data: [DONE]\n\n"), answer.status
-
-    asyncio.run(run())
+from orchestrator.serving.relay import Closed, digest
+from tests.support.scripted_server import SSE, Script, chunk, content_length, relaying, scripted, until
 
 
 def test_every_byte_of_a_stream_passes_unchanged_and_unbuffered() -> None:
@@ -254,49 +188,6 @@ def test_no_detail_of_an_engine_error_is_told_but_the_engines_advice_to_the_clie
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("moment", ["refuses", "before", "inside"])
-def test_an_engine_that_is_lost_ends_requests_with_a_clear_error(moment: str) -> None:
-    async def script(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if moment == "inside":
-            writer.write(SSE + chunk(b'data: {"half'))
-            await writer.drain()
-            await asyncio.sleep(0.1)
-        writer.transport.abort()
-
-    async def run() -> None:
-        async with scripted(script) as url, relaying(url) as (relay, base), aiohttp.ClientSession() as session:
-            if moment == "refuses":
-                relay.backends["a"] = Backend(name="a", base_url="http://127.0.0.1:9")
-            async with session.post(f"{base}/v1/completions", data=b"{}") as answer:
-                text = await answer.text()
-            if moment == "inside":
-                last = [line for line in text.split("\n\n") if line][-1]
-                assert text.startswith('data: {"half\n\n')
-                assert json.loads(last.removeprefix("data: "))["error"]["type"] == "engine_lost"
-                assert "[DONE]" not in text
-            else:
-                assert answer.status == 503
-                assert int(answer.headers["Retry-After"]) >= 1
-                assert url not in text
-            assert relay.counts.engine_losses == 1
-
-    asyncio.run(run())
-
-
-def test_a_document_that_breaks_off_ends_visibly_incomplete() -> None:
-    async def script(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{")
-        await writer.drain()
-
-    async def run() -> None:
-        async with scripted(script) as url, relaying(url) as (_, base), aiohttp.ClientSession() as session:
-            with pytest.raises(aiohttp.ClientPayloadError):
-                async with session.post(f"{base}/v1/completions", data=b"{}") as answer:
-                    await answer.read()
-
-    asyncio.run(run())
-
-
 def test_while_closed_only_the_pass_gets_in_and_an_old_pause_ends_by_itself() -> None:
     async def script(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
@@ -320,76 +211,6 @@ def test_while_closed_only_the_pass_gets_in_and_an_old_pause_ends_by_itself() ->
             relay.backends.clear()
             assert (await status("/v1/models"))[0] == 503
             assert (await status("/health"))[0] == 503
-
-    asyncio.run(run())
-
-
-def test_a_slow_reader_holds_the_engine_back_instead_of_filling_memory() -> None:
-    sent = 0
-
-    async def script(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal sent
-        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
-        for _ in range(2000):
-            writer.write(chunk(b"z" * 65_536))
-            await writer.drain()
-            sent += 65_536
-
-    async def run() -> None:
-        before = psutil.Process().memory_info().rss
-        async with scripted(script) as url, relaying(url) as (_, base):
-            host, port = base.removeprefix("http://").split(":")
-            reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
-            await reader.readexactly(100)
-            seen, held = -1, 0
-            while seen != sent:
-                seen, held = sent, held + 1
-                await asyncio.sleep(0.5)
-            # 131 MB wait to be sent; what is under way is a few socket buffers.
-            assert sent < 30e6
-            assert psutil.Process().memory_info().rss - before < 60e6
-            writer.transport.abort()
-
-    asyncio.run(run())
-
-
-def test_a_client_that_never_reads_is_ended() -> None:
-    gone = asyncio.Event()
-
-    async def script(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
-        try:
-            while True:
-                writer.write(chunk(b"z" * 65_536))
-                await writer.drain()
-        except ConnectionError:
-            gone.set()
-
-    async def run() -> None:
-        async with scripted(script) as url, relaying(url, limits=Limits(stall_s=1.0)) as (relay, base):
-            host, port = base.removeprefix("http://").split(":")
-            _, writer = await asyncio.open_connection(host, int(port), limit=1024)
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
-            await asyncio.wait_for(gone.wait(), 15)
-            await until(lambda: relay.total_in_flight() == 0)
-            writer.close()
-
-    asyncio.run(run())
-
-
-def test_a_silent_engine_is_a_timeout() -> None:
-    async def script(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-
-    async def run() -> None:
-        async with (
-            scripted(script) as url,
-            relaying(url, limits=Limits(silence_s=0.3)) as (_, base),
-            aiohttp.ClientSession() as session,
-            session.post(f"{base}/v1/completions", data=b"{}") as answer,
-        ):
-            assert answer.status == 504
 
     asyncio.run(run())
 
@@ -438,77 +259,6 @@ def test_curls_expectation_is_answered() -> None:
                     assert answer.status == 200
 
     asyncio.run(run())
-
-
-def test_clients_that_leave_are_noticed_by_the_engine_at_every_moment(fake_engine) -> None:
-    engine = fake_engine("vllm", tokens_per_s=20.0, ttft_s=0.3)
-    body = json.dumps({"model": engine.model, "prompt": "once", "max_tokens": 500, "stream": True}).encode()
-    request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
-
-    async def leave(port: int, number: int) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(request)
-        if number % 2:
-            await asyncio.wait_for(reader.readuntil(b"data:"), 30)
-        writer.transport.abort()
-
-    async def run() -> None:
-        async with relaying(engine.base_url) as (relay, base):
-            port = int(base.rsplit(":", 1)[1])
-            for batch in range(10):
-                await asyncio.gather(*(leave(port, batch * 100 + i) for i in range(100)))
-            await until(lambda: relay.total_in_flight() == 0, 30)
-            async with aiohttp.ClientSession() as session:
-
-                async def open_requests() -> float:
-                    async with session.get(f"{base}/metrics") as answer:
-                        page = read_page(await answer.text())
-                    return page.total("vllm:num_requests_running") + page.total("vllm:num_requests_waiting")
-
-                deadline = time.monotonic() + 20
-                while await open_requests() > 0:
-                    assert time.monotonic() < deadline
-                    await asyncio.sleep(0.2)
-            assert relay.counts.disconnects >= 900
-            # A client that leaves says nothing about the engine.
-            assert relay.counts.engine_losses == 0
-            assert list(relay.backends) == ["a"]
-
-    asyncio.run(run())
-
-
-def test_a_killed_engine_in_the_middle_of_a_stream(fake_engine) -> None:
-    engine = fake_engine("vllm", tokens_per_s=20.0)
-    body = {"model": engine.model, "prompt": "once", "max_tokens": 500, "stream": True}
-
-    async def run() -> None:
-        async with relaying(engine.base_url) as (_, base), aiohttp.ClientSession() as session:
-            async with session.post(f"{base}/v1/completions", json=body) as answer:
-                got = await answer.content.readuntil(b"\n\n")
-                os.kill(engine.pid, signal.SIGKILL)
-                got += await answer.content.read()
-                assert json.loads(got.split(b"data: ")[-1])["error"]["code"] == 503
-            async with session.post(f"{base}/v1/completions", json=body) as answer:
-                assert answer.status == 503
-                assert "Retry-After" in answer.headers
-
-    asyncio.run(run())
-
-
-def test_metrics_of_several_engines_become_one_page() -> None:
-    page = '# HELP a_total Words.\n# TYPE a_total counter\na_total 1.0\n# TYPE b gauge\nb{x="1"} 2\nb{} 3\n'
-    text = merge_pages([("r1", page), ("r2", page)])
-    assert text.splitlines() == [
-        "# HELP a_total Words.",
-        "# TYPE a_total counter",
-        'a_total{replica="r1"} 1.0',
-        'a_total{replica="r2"} 1.0',
-        "# TYPE b gauge",
-        'b{replica="r1",x="1"} 2',
-        'b{replica="r1"} 3',
-        'b{replica="r2",x="1"} 2',
-        'b{replica="r2"} 3',
-    ]
 
 
 def test_only_whoever_verifies_makes_every_drafter_forget() -> None:

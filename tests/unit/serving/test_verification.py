@@ -14,12 +14,13 @@ from orchestrator.engines.base import Speculation
 from orchestrator.measure.client import Target
 from orchestrator.measure.run import WorkloadRun, measure
 from orchestrator.serving import verification
-from tests.support import serving_bench as bench
+from tests.support.stand_in_service import service_experiment, stand_in_result
 
 NGRAM = Speculation(method="NGRAM", proposals=4, forget_path="/flush_cache?timeout=5")
 FLAGS = ("--enable-metrics", "--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "5")
 
 
+@pytest.mark.slow
 def test_every_attempt_forgets_and_asks_other_texts(
     fake_engine: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -27,8 +28,8 @@ def test_every_attempt_forgets_and_asks_other_texts(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'"{text}"\n' for text in texts), encoding="utf-8")
     workload = Workload(prompts=str(prompts), num_prompts=2, output_tokens=32)
-    made = bench.experiment(tmp_path, "learning", 8000)
-    recorded = bench.result(made, "ngram")
+    made = service_experiment(tmp_path, "learning", 8000)
+    recorded = stand_in_result(made, "ngram")
     spec = replace(recorded.spec, engine=replace(recorded.spec.engine, kind="sglang"), workloads={"talk": workload})
     result = replace(recorded, spec=spec, speculation=NGRAM)
     runs: list[WorkloadRun] = []

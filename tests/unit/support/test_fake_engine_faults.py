@@ -8,17 +8,31 @@ import json
 import signal
 import time
 import urllib.error
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from tests.support.fake.talk import DSPARK_6, ask, chat, counters, ended, events, nearest, status, text_of, timed
+from tests.support.fake.talk import (
+    DSPARK_6,
+    FakeEngine,
+    ask,
+    chat,
+    counters,
+    ended,
+    events,
+    nearest,
+    status,
+    text_of,
+    timed,
+)
 
 # --- streams that are wrong ------------------------------------------------------------------------------------------
 
 
-def test_faults_of_a_stream(fake_engine):
+def test_faults_of_a_stream(fake_engine: Callable[..., FakeEngine]) -> None:
     def broken(**faults: int) -> str:
         return ask(engine := fake_engine("vllm", faults=faults), chat(engine))
 
@@ -38,8 +52,8 @@ def test_faults_of_a_stream(fake_engine):
         broken(http_400=1)
 
 
-def test_every_nth_and_all_but_every_nth(fake_engine):
-    def failures(every: int, **more) -> list[int]:
+def test_every_nth_and_all_but_every_nth(fake_engine: Callable[..., FakeEngine]) -> None:
+    def failures(every: int, **more: Any) -> list[int]:
         engine = fake_engine("vllm", faults={"done_only": every}, tokens_per_s=2000, ttft_s=0, **more)
         return [i for i in range(1, 7) if not events(ask(engine, chat(engine, tokens=3)))]
 
@@ -48,7 +62,7 @@ def test_every_nth_and_all_but_every_nth(fake_engine):
     assert failures(1, faults_after=4) == [5, 6]
 
 
-def test_usage_in_its_wrong_forms(fake_engine):
+def test_usage_in_its_wrong_forms(fake_engine: Callable[..., FakeEngine]) -> None:
     def usage_events(kind: str) -> list[dict]:
         engine = fake_engine("vllm", usage=kind, usage_delay_s=0.2)
         return [e for e in events(ask(engine, chat(engine))) if e.get("usage")]
@@ -61,7 +75,7 @@ def test_usage_in_its_wrong_forms(fake_engine):
 
 
 @pytest.mark.parametrize("field", ["reasoning", "reasoning_content", "reasoning_details"])
-def test_reasoning_under_each_name(fake_engine, field):
+def test_reasoning_under_each_name(fake_engine: Callable[..., FakeEngine], field: str) -> None:
     engine = fake_engine("vllm", think_tokens=10, think_field=field, think_content="null")
     got = events(ask(engine, chat(engine, tokens=15)))
     thinking = [e["choices"][0]["delta"] for e in got if e["choices"] and field in e["choices"][0]["delta"]]
@@ -69,7 +83,8 @@ def test_reasoning_under_each_name(fake_engine, field):
     assert all(delta["content"] is None for delta in thinking)
 
 
-def test_tool_calls_and_grouped_chunks(fake_engine):
+@pytest.mark.slow
+def test_tool_calls_and_grouped_chunks(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", tool_call=True)
     got = events(ask(engine, chat(engine, tokens=5)))
     assert sum("tool_calls" in e["choices"][0]["delta"] for e in got if e["choices"]) == 5
@@ -85,7 +100,8 @@ def test_tool_calls_and_grouped_chunks(fake_engine):
     assert nearest(0.01, tpot) == pytest.approx(0.01, rel=0.03)
 
 
-def test_ways_of_writing_change_no_text(fake_engine):
+@pytest.mark.slow
+def test_ways_of_writing_change_no_text(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", text="prose", tokens_per_s=2000)
     body = chat(engine, tokens=300)
     plain = text_of(ask(engine, body))
@@ -97,8 +113,8 @@ def test_ways_of_writing_change_no_text(fake_engine):
         assert (": keepalive" in stream) is ("comments" in wish)
 
 
-def test_lengths(fake_engine):
-    def finish(ignore_eos: bool, **wish) -> tuple[int, str]:
+def test_lengths(fake_engine: Callable[..., FakeEngine]) -> None:
+    def finish(ignore_eos: bool, **wish: Any) -> tuple[int, str]:
         engine = fake_engine("vllm", tokens_per_s=2000, **wish)
         got = events(ask(engine, chat(engine, tokens=50, ignore_eos=ignore_eos)))
         return got[-1]["usage"]["completion_tokens"], got[-2]["choices"][0]["finish_reason"]
@@ -108,12 +124,12 @@ def test_lengths(fake_engine):
     assert finish(True, short_output=20) == (20, "stop")
 
 
-def test_looping_text_is_one_word(fake_engine):
+def test_looping_text_is_one_word(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", loop_text=True)
     assert set(text_of(ask(engine, chat(engine))).split()) == {"the"}
 
 
-def test_first_touch_stalls_once_per_length(fake_engine):
+def test_first_touch_stalls_once_per_length(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", first_touch_s=0.4, ttft_s=0)
 
     def wait(prompt: str) -> float:
@@ -125,7 +141,7 @@ def test_first_touch_stalls_once_per_length(fake_engine):
     assert engine.log.count("JIT compilation during inference") == 2
 
 
-def test_a_hang_stops_the_tokens_but_not_the_health(fake_engine):
+def test_a_hang_stops_the_tokens_but_not_the_health(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", hang={"after": 1, "seconds": 0.8}, tokens_per_s=1000)
     waits = []
     for _ in range(2):
@@ -138,7 +154,7 @@ def test_a_hang_stops_the_tokens_but_not_the_health(fake_engine):
 # --- counters that are wrong -----------------------------------------------------------------------------------------
 
 
-def test_counters_can_start_again(fake_engine):
+def test_counters_can_start_again(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", counter_reset_after=2)
     ask(engine, chat(engine))
     before = counters(engine)
@@ -148,7 +164,7 @@ def test_counters_can_start_again(fake_engine):
     assert after["process_start_time_seconds"] > before["process_start_time_seconds"]
 
 
-def test_acceptance_can_collapse(fake_engine):
+def test_acceptance_can_collapse(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", *DSPARK_6, collapse_after=1)
     ask(engine, chat(engine, tokens=100))
     before = counters(engine)
@@ -159,7 +175,7 @@ def test_acceptance_can_collapse(fake_engine):
     assert (after[accepted] - before[accepted]) / (after[drafts] - before[drafts]) < 0.5
 
 
-def test_synthetic_acceptance_is_the_one_asked_for(fake_engine):
+def test_synthetic_acceptance_is_the_one_asked_for(fake_engine: Callable[..., FakeEngine]) -> None:
     config = {"method": "dspark", "num_speculative_tokens": 6, "rejection_sample_method": "synthetic"}
     engine = fake_engine("vllm", "-sc", json.dumps(config | {"synthetic_acceptance_length": 3.5}))
     ask(engine, chat(engine, tokens=300))
@@ -169,7 +185,7 @@ def test_synthetic_acceptance_is_the_one_asked_for(fake_engine):
     assert [n / drafts for n in by_position] == pytest.approx([1, 1, 0.5, 0, 0, 0], abs=0.05)
 
 
-def test_pages_of_several_engines_and_other_spellings(fake_engine):
+def test_pages_of_several_engines_and_other_spellings(fake_engine: Callable[..., FakeEngine]) -> None:
     wish = {
         "engines": 2,
         "rename_metrics": {"kv_cache_usage_perc": "gpu_cache_usage_perc"},
@@ -189,7 +205,7 @@ def test_pages_of_several_engines_and_other_spellings(fake_engine):
 @pytest.mark.parametrize(
     ("wish", "want"), [("works", {"success": True}), ("refused", {"success": False}), ("empty", None)]
 )
-def test_cache_reset(fake_engine, wish, want):
+def test_cache_reset(fake_engine: Callable[..., FakeEngine], wish: str, want: dict[str, bool] | None) -> None:
     engine = fake_engine("vllm", cache_reset=wish, env={"VLLM_SERVER_DEV_MODE": "1"})
     prompt = chat(engine, "word " * 200, tokens=2)
     ask(engine, prompt)
@@ -203,7 +219,7 @@ def test_cache_reset(fake_engine, wish, want):
 # --- processes that are wrong ----------------------------------------------------------------------------------------
 
 
-def test_running_out_of_memory_under_load(fake_engine):
+def test_running_out_of_memory_under_load(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", oom_after=2)
     ask(engine, chat(engine))
     ask(engine, chat(engine, "again"))
@@ -211,12 +227,12 @@ def test_running_out_of_memory_under_load(fake_engine):
     assert "torch.OutOfMemoryError: CUDA out of memory" in engine.log
 
 
-def test_it_can_be_killed_from_outside(fake_engine):
+def test_it_can_be_killed_from_outside(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", die_after_s=0.3)
     assert ended(engine) == -signal.SIGKILL
 
 
-def test_children_that_ignore_sigterm_outlive_it(fake_engine, tmp_path):
+def test_children_that_ignore_sigterm_outlive_it(fake_engine: Callable[..., FakeEngine], tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     engine = fake_engine("vllm", ignore_sigterm=True, children=str(pids))
     child, grandchild = (psutil.Process(int(pid)) for pid in pids.read_text(encoding="utf-8").split())
@@ -238,7 +254,7 @@ def test_children_that_ignore_sigterm_outlive_it(fake_engine, tmp_path):
             process.kill()
 
 
-def test_a_file_stays_in_shared_memory(fake_engine):
+def test_a_file_stays_in_shared_memory(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", shm_file=True)
     path = Path(f"/dev/shm/fake_engine_{engine.pid}")
     engine.process.terminate()
@@ -249,7 +265,7 @@ def test_a_file_stays_in_shared_memory(fake_engine):
         path.unlink()
 
 
-def test_what_was_sent_is_recorded(fake_engine, tmp_path):
+def test_what_was_sent_is_recorded(fake_engine: Callable[..., FakeEngine], tmp_path: Path) -> None:
     record = tmp_path / "requests.jsonl"
     engine = fake_engine("sglang", record_requests=str(record))
     ask(engine, chat(engine, tokens=2, temperature=0, seed=7))
@@ -258,7 +274,7 @@ def test_what_was_sent_is_recorded(fake_engine, tmp_path):
     assert "harbours" in sent["prompt"]
 
 
-def test_a_stranger_answers_to_any_name_without_a_key(fake_engine):
+def test_a_stranger_answers_to_any_name_without_a_key(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", stranger=True, env={"VLLM_API_KEY": "secret"})
     assert json.loads(engine.get("/v1/models"))["data"][0]["id"] == "stranger-7b"
     assert events(ask(engine, chat(engine, tokens=3)))[-1]["usage"]["completion_tokens"] == 3

@@ -38,6 +38,7 @@ def test_a_signal_ends_everything(tmp_path: Path, number: signal.Signals) -> Non
     assert gone(pids, 1.0)
 
 
+@pytest.mark.slow
 def test_an_ordinary_end_leaves_nothing_and_keeps_the_exit_code(tmp_path: Path) -> None:
     process = supervised(tmp_path / "pids", 3)
     pids = written_pids(tmp_path / "pids", 2)

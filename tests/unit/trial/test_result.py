@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from orchestrator import trial
 from orchestrator.engines.base import Speculation
 from orchestrator.outcome import Fact
-from tests.support import recorded_results as made
+from tests.support.builders import make_result, make_spec
+from tests.support.recorded_sweep import sweep_experiment, sweep_result
 
 HOSTILE = 'ünïcode 猫 \x00 \x1b[31m \r\n \u2028 \u2029 \x85 \\u0041 \\ \'"[1, 2]", {"a": 1}'
 SERIES = {"gpu0_used_gib": [(0.0, 1.5), (0.5, 92.9041), (1.503, 1e-9)], 'host, "rss"_gib': [(0.5, 0.1), (2.0, 0.2)]}
@@ -28,7 +29,7 @@ DOCUMENTS = st.recursive(
 
 @pytest.fixture
 def result(tmp_path: Path) -> trial.TrialResult:
-    return made.result(made.experiment(tmp_path), 6, 275.9, tmp_path)
+    return sweep_result(sweep_experiment(tmp_path), 6, 275.9, tmp_path)
 
 
 def strictly(text: str) -> Any:
@@ -47,8 +48,8 @@ def test_a_result_is_read_back_as_it_was_written(result: trial.TrialResult, tmp_
 
 @given(DOCUMENTS)
 def test_any_document_is_strict_json_and_the_same_again(document: Any) -> None:
-    point = made.spec(made.experiment(Path("/nowhere")), 6)
-    written = trial.TrialResult(spec=point, status=made.TrialStatus.COMPLETE, launch={"document": document})
+    point = make_spec(k=6)
+    written = make_result(point, launch={"document": document})
     read = strictly(trial.to_json(written))["launch"]["document"]
     assert json.dumps(read) == json.dumps(document)
 

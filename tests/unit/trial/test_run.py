@@ -24,6 +24,8 @@ from tests.support.fake_nvml import FakeNvml
 from tests.support.launches import KINDS, Ready, alive, gone, marked, program, trial_spec
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 SHORT = Workload(output_tokens=16, num_prompts=2, repeats=3, stall_s=20.0)
 
 

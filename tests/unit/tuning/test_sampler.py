@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from orchestrator.search.space import draw
 from orchestrator.tuning.sampler import suggest_value
-from tests.support.made_results import CONFIG, K, experiment
+from tests.support.builders import CONFIG, K, make_experiment
 
 METHOD = f"{CONFIG}.method"
 
@@ -41,7 +41,7 @@ def test_a_sampler_is_asked_in_its_own_terms() -> None:
         "engine.args.max-num-batched-tokens": {"low": 512, "high": 8192, "log": True},
     }
     sampler = _Recording()
-    drawn = draw(experiment(sampler="tpe", space=space), lambda dimension: suggest_value(sampler, dimension))
+    drawn = draw(make_experiment(sampler="tpe", space=space), lambda dimension: suggest_value(sampler, dimension))
     # A choice is drawn by its place; numbers keep their order, so that a direction can be learnt.
     assert drawn == {
         CONFIG: 1,

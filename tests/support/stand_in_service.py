@@ -1,9 +1,10 @@
-"""What the serving tests share: an experiment over the stand-in engine, and a recorded campaign of real trials."""
+"""An experiment over the stand-in whose trials can be promoted: its file, their results, their campaign in MLflow."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,17 @@ import yaml
 
 from orchestrator import config, search
 from orchestrator.config import Experiment, to_yaml
-from orchestrator.measure.metrics import Measurement, Quantity
-from orchestrator.measure.verdict import Level, Verdict
-from orchestrator.outcome import TrialStatus
+from orchestrator.measure.metrics import Quantity
+from orchestrator.measure.verdict import Level
 from orchestrator.tracking import Tracker
 from orchestrator.trial import TrialResult
+from tests.support.builders import make_measurement, make_result
 from tests.support.paths import FAKE_ENGINE
 
 FAST = {"tokens_per_s": 400.0, "ttft_s": 0.01, "load_s": 0.2}
 
 
-def experiment(folder: Path, name: str, port: int, *, gpus: int = 0, **serving: Any) -> Experiment:
+def service_experiment(folder: Path, name: str, port: int, *, gpus: int = 0, **serving: Any) -> Experiment:
     """One experiment; those of one folder share their store and their local Ray head."""
     args: dict[str, Any] = {"tensor-parallel-size": gpus} if gpus > 1 else {}
     body = {
@@ -51,7 +52,7 @@ def experiment(folder: Path, name: str, port: int, *, gpus: int = 0, **serving: 
     return config.load(path)
 
 
-def result(
+def stand_in_result(
     experiment: Experiment,
     name: str,
     *,
@@ -67,26 +68,20 @@ def result(
     spec = config.trial_spec(experiment, name, {"engine.env.FAKE_ENGINE": json.dumps(behaviour)})
     rate = recorded_tok_s or behaviour["tokens_per_s"]
     repeats = (rate * 0.99, rate, rate * 1.01)
-    talk = Measurement(
-        metrics={"decode_tok_s": Quantity(value=rate, low=repeats[0], high=repeats[2], n=18)},
-        repeats={"decode_tok_s": repeats},
-        num_requests=18,
-    )
-    verdict = Verdict(level=level)
+    measured = make_measurement(decode_tok_s=repeats)
+    rates = {"decode_tok_s": Quantity(value=rate, low=repeats[0], high=repeats[2], n=18)}
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    return TrialResult(
-        spec=spec.with_key(None, None),
-        status=TrialStatus.COMPLETE,
-        measurements={"talk": talk},
-        verdicts={"talk": verdict},
-        verdict=verdict,
+    return make_result(
+        spec.with_key(None, None),
+        level=level,
+        measurements={"talk": replace(measured, metrics=rates, num_requests=18)},
         phases_s={"starting": 1.0, "measuring": 2.0, "stopping": 0.5},
         started_at=now,
         ended_at=now,
     )
 
 
-def record(experiment: Experiment, *results: TrialResult) -> list[str]:
+def record_campaign(experiment: Experiment, *results: TrialResult) -> list[str]:
     """One campaign of these results in MLflow. Returns their run ids."""
     tracker = Tracker(experiment)
     tracker.start_campaign(to_yaml(experiment))
