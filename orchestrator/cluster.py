@@ -40,7 +40,7 @@ OBJECT_STORE_BYTES = 128 << 20
 
 
 @contextlib.contextmanager
-def joined(
+def join(
     address: str | None, *, with_token: bool = False, on_lost: Callable[[str], None] = lambda _: None
 ) -> Iterator[None]:
     """This process in a Ray cluster: the one at `address`, else one embedded in it, on loopback, gone when it is left.

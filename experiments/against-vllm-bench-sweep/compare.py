@@ -25,7 +25,7 @@ import psutil
 
 from orchestrator import config
 from orchestrator.measure.workload import load_texts
-from orchestrator.node.claims import reserved_port
+from orchestrator.node.claims import reserve_port
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -85,7 +85,7 @@ def sweep(workdir: Path, asking: list[str], num_prompts: int, runs: int) -> tupl
     (workdir / "points.json").write_text(json.dumps(records))
     model = str(vllm_bench.MODEL_FOLDER)
     limits = [word for name in ("max-model-len", "max-num-seqs") for word in (f"--{name}", str(engine.args[name]))]
-    with reserved_port((8100, 8900)) as port, (workdir / "sweep.log").open("w") as log:
+    with reserve_port((8100, 8900)) as port, (workdir / "sweep.log").open("w") as log:
         server = ["vllm", "serve", model, "--host", "127.0.0.1", "--port", str(port), "--enforce-eager", *limits]
         bench = ["vllm", "bench", "serve", "--model", model, "--port", str(port), "--num-prompts", str(num_prompts)]
         command = ["vllm", "bench", "sweep", "serve", "--serve-params", str(workdir / "points.json")]

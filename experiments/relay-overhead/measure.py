@@ -109,7 +109,7 @@ def host(engine_url: str, ports: dict[str, int]) -> None:
     head = start_head(folder)
     done = threading.Event()
     try:
-        with cluster.joined(head.address, with_token=True):
+        with cluster.join(head.address, with_token=True):
             serve.start(http_options={"host": "127.0.0.1", "port": ports["proxy"]})
             serve.run(serve_ingress(engine_url), name="ingress", route_prefix="/")
             if "gateway" in ports:

@@ -23,7 +23,7 @@ from orchestrator.campaign.ledger import Ledger, claim_folder
 from orchestrator.config import Experiment, TrialSpec, trial_spec
 from orchestrator.measure.verdict import Level
 from orchestrator.outcome import TrialStatus
-from orchestrator.search.objective import misses
+from orchestrator.search.objective import find_misses
 from orchestrator.search.space import point_name
 from orchestrator.tracking import Recorded
 from orchestrator.trial import TrialResult
@@ -271,7 +271,7 @@ class Campaign:
 
     def _sampler_value(self, result: TrialResult) -> float | None:
         """The objective of a result that may compete; None for one that may not, which is an infeasible point."""
-        missed, _ = misses(self.experiment, result)
+        missed, _ = find_misses(self.experiment, result)
         quantity = search.score(self.experiment, result)
         measured = result.status in (TrialStatus.COMPLETE, TrialStatus.PRUNED)
         believed = result.verdict is not None and result.verdict.level is not Level.INVALID

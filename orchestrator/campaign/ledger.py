@@ -95,7 +95,7 @@ def claim_folder(experiment: Experiment, *, resume: bool) -> Iterator[Ledger]:
         home.mkdir(parents=True, exist_ok=True)
         (home / "lock").touch()
         owner = (home / "lock").read_text().strip()
-    with claims.locked(home / "lock") as free:
+    with claims.try_lock(home / "lock") as free:
         if not free:
             raise ConfigError(
                 f"{home}: another campaign of this experiment is running (pid {owner}); wait, or give name="

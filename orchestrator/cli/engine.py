@@ -27,7 +27,7 @@ def list_environments(*, as_json: Json = False) -> None:
     from orchestrator import report
     from orchestrator.environments import install
 
-    found = install.listed(Path.cwd())
+    found = install.list_environments(Path.cwd())
     if as_json:
         print_json({"environments": [asdict(info) for info in found]})
         return

@@ -126,8 +126,8 @@ def _check_gpus(experiment: Experiment) -> Iterator[Check]:
 def _find_users(gpu: gpus.Gpu) -> tuple[str, ...]:
     if gpu.fault:
         return (f"GPU {gpu.index}: {gpu.fault}",)
-    found = gpus.quarantined((gpu.uuid,)) or tuple(f"GPU {gpu.index}: {user}" for user in gpu.users)
-    with claims.gpus_claimed([gpu.uuid]) as claimed:
+    found = gpus.find_quarantined((gpu.uuid,)) or tuple(f"GPU {gpu.index}: {user}" for user in gpu.users)
+    with claims.claim_gpus([gpu.uuid]) as claimed:
         return found or tuple(f"GPU {gpu.index}: claimed by an engine of ours that is starting" for _ in claimed)
 
 
@@ -192,7 +192,7 @@ def _check_models(experiment: Experiment) -> Iterator[Check]:
 
 
 def _check_leftovers() -> Iterator[Check]:
-    left = leftovers.abandoned()
+    left = leftovers.find_abandoned()
     pids = ", ".join(str(process.pid) for process in left)
     detail = f"pids {pids} of engines whose owner was killed; the next start ends them" if left else "none"
     yield Check(name="leftovers", ok=None if left else True, detail=detail)
@@ -200,7 +200,7 @@ def _check_leftovers() -> Iterator[Check]:
 
 def _check_ports(experiment: Experiment) -> Iterator[Check]:
     first, last = experiment.placement.ports
-    with claims.reserved_port((first, last)) as port:
+    with claims.reserve_port((first, last)) as port:
         yield Check(name="ports", ok=True, detail=f"{port} is free, range {first} to {last}")
 
 

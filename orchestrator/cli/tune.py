@@ -89,7 +89,7 @@ def _run_campaign(
             f"{len(campaign.skipped)} skipped; folder {campaign.folder}"
         )
         if campaign.wants_more():
-            with cluster.joined(address, on_lost=lambda why: _exit_without_ray(campaign, why)):
+            with cluster.join(address, on_lost=lambda why: _exit_without_ray(campaign, why)):
                 ray_tune.run_trials(campaign, interrupts)
         with interrupts.defer():
             recorded, selection = campaign.finish()

@@ -97,7 +97,7 @@ def install(name: str, root: Path, echo: Echo = print) -> Path:
     return link
 
 
-def listed(root: Path) -> list[EnvironmentInfo]:
+def list_environments(root: Path) -> list[EnvironmentInfo]:
     """Every environment that exists or could be installed below `root`, by name."""
     root = root.absolute()
     engines = root / ".engines"

@@ -38,7 +38,7 @@ def node_folder() -> Path:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[bool]:
+def try_lock(path: Path) -> Iterator[bool]:
     """Whether the lock was free. It is held while entered and ends with this process, however that ends."""
     with path.open("a") as lock:
         try:
@@ -50,14 +50,14 @@ def locked(path: Path) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def reserved_port(ports: tuple[int, int]) -> Iterator[int]:
+def reserve_port(ports: tuple[int, int]) -> Iterator[int]:
     """A free block of PORTS_PER_ENGINE ports on this node; its first port is the HTTP port."""
     first, last = ports
     # A port that ended connections of its own stays in TIME_WAIT: usable, but only when there is no better one, since
     # a server that is bound and not yet listening looks the same.
     for reuse in (False, True):
         for port in range(first, last - PORTS_PER_ENGINE + 2, PORTS_PER_ENGINE):
-            with locked(node_folder() / f"port-{port}") as free:
+            with try_lock(node_folder() / f"port-{port}") as free:
                 if free and all(_port_is_free(port + i, reuse) for i in range(PORTS_PER_ENGINE)):
                     yield port
                     return
@@ -76,15 +76,15 @@ def _port_is_free(port: int, reuse: bool) -> bool:
 
 
 @contextlib.contextmanager
-def gpus_claimed(uuids: Iterable[str]) -> Iterator[tuple[str, ...]]:
+def claim_gpus(uuids: Iterable[str]) -> Iterator[tuple[str, ...]]:
     """Claim GPUs; yields those that another engine of this user has claimed, which is none when all are ours now."""
     with contextlib.ExitStack() as held:
         names = {uuid: node_folder() / f"gpu-{uuid.replace('/', '_')}" for uuid in uuids}
-        yield tuple(uuid for uuid, path in names.items() if not held.enter_context(locked(path)))
+        yield tuple(uuid for uuid, path in names.items() if not held.enter_context(try_lock(path)))
 
 
 @contextlib.contextmanager
-def cache_slot(root: Path) -> Iterator[dict[str, str]]:
+def claim_cache_slot(root: Path) -> Iterator[dict[str, str]]:
     """Variable -> compile-cache folder. They persist between trials; no other engine uses them at the same time."""
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -96,14 +96,14 @@ def cache_slot(root: Path) -> Iterator[dict[str, str]]:
         yield {name: str(slot / folder) for name, folder in (LIBRARY_CACHES | caches).items()}
 
 
-def empty(caches: Mapping[str, str]) -> None:
+def empty_caches(caches: Mapping[str, str]) -> None:
     """Remove the content of a slot that is held: a damaged cache fails every start until it is gone."""
     for folder in set(caches.values()):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def scrap_folder() -> Iterator[Path]:
+def claim_scrap_folder() -> Iterator[Path]:
     """An empty folder for temporary files, removed afterwards: killed engines leave sockets and files in theirs."""
     with _slot(node_folder() / "scraps") as slot:
         # What a predecessor left that was killed together with its owner.
@@ -120,7 +120,7 @@ def _slot(root: Path) -> Iterator[Path]:
     """The first of the numbered folders below `root` that nobody holds."""
     root.mkdir(parents=True, exist_ok=True)
     for number in range(MAX_SLOTS):
-        with locked(root / f"slot-{number}.lock") as free:
+        with try_lock(root / f"slot-{number}.lock") as free:
             if free:
                 yield root / f"slot-{number}"
                 return

@@ -166,25 +166,25 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def foreign_users(ids: tuple[str, ...], own_pids: frozenset[int]) -> tuple[str, ...]:
+def find_foreign_users(ids: tuple[str, ...], own_pids: frozenset[int]) -> tuple[str, ...]:
     """Who else is on these GPUs, as `GPU 1: pid 4242 (python) 2.0 GiB`."""
     return tuple(f"GPU {gpu.index}: {user}" for gpu in read_gpus(ids) for user in gpu.users if user.pid not in own_pids)
 
 
 def wait_until_unused(ids: tuple[str, ...], timeout_s: float) -> tuple[str, ...]:
-    """Wait until no process is on these GPUs. Returns who still is, as `foreign_users` does."""
+    """Wait until no process is on these GPUs. Returns who still is, as `find_foreign_users` does."""
     deadline = time.monotonic() + timeout_s
-    while (users := foreign_users(ids, frozenset())) and time.monotonic() < deadline:
+    while (users := find_foreign_users(ids, frozenset())) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     return users
 
 
-def hidden_users(ids: tuple[str, ...]) -> frozenset[int]:
+def find_hidden_users(ids: tuple[str, ...]) -> frozenset[int]:
     """Pids on these GPUs that this node does not show: in a container NVML may report the host's pids, also of ours."""
     return frozenset(user.pid for gpu in read_gpus(ids) for user in gpu.users if user.name is None)
 
 
-def settled(ids: tuple[str, ...], timeout_s: float) -> dict[str, float | None]:
+def wait_until_settled(ids: tuple[str, ...], timeout_s: float) -> dict[str, float | None]:
     """Memory in use per UUID, GiB, once it no longer falls: an engine's memory is freed later than its process dies."""
     deadline = time.monotonic() + timeout_s
     before = read_gpus(ids)
@@ -205,7 +205,7 @@ def wait_until_free(
 ) -> tuple[str, ...]:
     """Wait until each GPU is back at its baseline. Returns a sentence per GPU that is not, empty when all are.
 
-    Such a GPU is quarantined: `quarantined` names it until it is free again.
+    Such a GPU is quarantined: `find_quarantined` names it until it is free again.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -233,7 +233,7 @@ def _quarantine(gpu: Gpu, baseline_gib: float | None) -> str:
     return sentence
 
 
-def quarantined(ids: tuple[str, ...]) -> tuple[str, ...]:
+def find_quarantined(ids: tuple[str, ...]) -> tuple[str, ...]:
     """Why these GPUs must not be used: a sentence for each that an earlier trial left occupied and that still is."""
     sentences = []
     for gpu in read_gpus(ids):

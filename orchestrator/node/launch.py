@@ -48,9 +48,9 @@ def run_engine(
     """
     leftovers.sweep()
     with (
-        claims.reserved_port(ports) as port,
-        claims.cache_slot(Path(spec.root) / ".engines" / ".cache") as caches,
-        claims.scrap_folder() as scraps,
+        claims.reserve_port(ports) as port,
+        claims.claim_cache_slot(Path(spec.root) / ".engines" / ".cache") as caches,
+        claims.claim_scrap_folder() as scraps,
     ):
         plan = engine.plan(spec, port, workdir)
         check_program(plan)
@@ -62,11 +62,11 @@ def run_engine(
                 on_start(server)
                 wait_ready(server, spec)
                 server.note_traces()
-                server.hidden_pids = gpus.hidden_users(gpu_ids) if gpu_ids else frozenset()
+                server.hidden_pids = gpus.find_hidden_users(gpu_ids) if gpu_ids else frozenset()
                 yield server
             except EngineFailure as failure:
                 if failure.diagnosis.cause == "cache_broken":
-                    claims.empty(caches)
+                    claims.empty_caches(caches)
                 raise
             except (KeyboardInterrupt, SystemExit):
                 # A person who interrupts does not wait for an orderly end.
@@ -93,10 +93,12 @@ def _claim_gpus(plan: LaunchPlan, gpu_ids: tuple[str, ...]) -> Iterator[dict[str
     if len(seen) != len(gpu_ids) and (here := gpus.read_gpus()):
         indexes = ", ".join(str(gpu.index) for gpu in here)
         raise MachineError(f"the trial was given the GPUs {', '.join(gpu_ids)}; this node has {indexes}")
-    with claims.gpus_claimed([gpu.uuid for gpu in seen]) as claimed:
+    with claims.claim_gpus([gpu.uuid for gpu in seen]) as claimed:
         others = tuple(f"GPU {gpu.index}: another engine of ours has it" for gpu in seen if gpu.uuid in claimed)
         faults = tuple(f"GPU {gpu.index}: {gpu.fault}" for gpu in seen if gpu.fault)
-        in_use = faults or others or gpus.quarantined(gpu_ids) or gpus.wait_until_unused(gpu_ids, GPU_BUSY_PATIENCE_S)
+        in_use = (
+            faults or others or gpus.find_quarantined(gpu_ids) or gpus.wait_until_unused(gpu_ids, GPU_BUSY_PATIENCE_S)
+        )
         if in_use:
             raise EngineFailure(
                 Diagnosis(
@@ -106,7 +108,7 @@ def _claim_gpus(plan: LaunchPlan, gpu_ids: tuple[str, ...]) -> Iterator[dict[str
                     lever="end those processes or choose other GPUs",
                 )
             )
-        yield gpus.settled(gpu_ids, GPU_RELEASE_TIMEOUT_S)
+        yield gpus.wait_until_settled(gpu_ids, GPU_RELEASE_TIMEOUT_S)
 
 
 def new_key() -> str:

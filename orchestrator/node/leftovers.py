@@ -40,7 +40,7 @@ def kill_marked(mark: str) -> tuple[int, ...]:
     return _kill(lambda found: found == mark)
 
 
-def abandoned() -> list[psutil.Process]:
+def find_abandoned() -> list[psutil.Process]:
     """Processes of engines whose owner is gone."""
     return [process for process, mark in _marked() if not _owner_lives(mark)]
 

@@ -69,7 +69,7 @@ class Server:
 
     def foreign_gpu_users(self) -> tuple[str, ...]:
         """Who else is on the engine's GPUs."""
-        return gpus.foreign_users(self.gpu_ids, self.pids() | self.hidden_pids) if self.gpu_ids else ()
+        return gpus.find_foreign_users(self.gpu_ids, self.pids() | self.hidden_pids) if self.gpu_ids else ()
 
     def check_alive(self) -> None:
         """Raises EngineFailure, with the explanation from the log, when the engine has ended."""

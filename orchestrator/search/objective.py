@@ -127,7 +127,7 @@ def _combine(parts: Mapping[str, Quantity], weights: Mapping[str, float]) -> Qua
     return Quantity(value=ends[0], low=ends[1], high=ends[2], n=min(parts[m].n for m in weights))
 
 
-def misses(experiment: Experiment, result: TrialResult) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def find_misses(experiment: Experiment, result: TrialResult) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(constraints the result does not keep, notes): one sentence each. An unknown value keeps no constraint."""
     missed: list[str] = []
     notes: list[str] = []

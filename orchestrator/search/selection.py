@@ -15,7 +15,7 @@ from orchestrator.outcome import TrialStatus
 from orchestrator.search.objective import (
     check_metric,
     direction,
-    misses,
+    find_misses,
     objective_metrics,
     parse_constraint,
     preference,
@@ -142,7 +142,7 @@ def _candidates(
     for position, launches in enumerate(_launches(results)):
         first, why = launches[0], None
         for result in launches:
-            missed, said = misses(experiment, result)
+            missed, said = find_misses(experiment, result)
             notes += said
             why = why or _unfit_to_compete(experiment, result) or (missed[0] if missed else None)
         if why is not None:

@@ -124,7 +124,7 @@ class Deployment:
         raise PromotionError(f"not ready within serving.deadline_s ({deadline_s:.0f} s); Serve says {self.status()}")
 
     @contextlib.contextmanager
-    def paused(self, reason: str, retry_after_s: float) -> Iterator[None]:
+    def pause(self, reason: str, retry_after_s: float) -> Iterator[None]:
         """While entered only the holder of pass_key is let in; everybody else gets 503 with Retry-After."""
         done = threading.Event()
 

@@ -11,7 +11,7 @@ from orchestrator.measure.metrics import Quantity
 from orchestrator.measure.quantity import differs, ratio
 from orchestrator.measure.verdict import Level
 from orchestrator.outcome import TrialStatus
-from orchestrator.search.objective import misses, objective_metrics, samples, score
+from orchestrator.search.objective import find_misses, objective_metrics, samples, score
 from orchestrator.tracking import Recorded
 from orchestrator.trial import TrialResult
 
@@ -59,7 +59,7 @@ def find_objections(experiment: Experiment, result: TrialResult) -> tuple[str, .
     elif result.verdict.level is not Level.VALID:
         reasons = "; ".join(f"{reason.code}: {reason.detail}" for reason in result.verdict.reasons)
         found.append(f"its numbers are {result.verdict.level.value} ({reasons or 'no reason given'})")
-    missed, _ = misses(experiment, result)
+    missed, _ = find_misses(experiment, result)
     found.extend(f"constraint not kept: {each}" for each in missed)
     return tuple(found)
 

@@ -140,7 +140,7 @@ class Promotion:
         result = wanted.result
         self._announce(result)
         began_s = time.monotonic()
-        with self.deployment.paused(f"{result.spec.name} is being started", _start_s(result) or 30.0):
+        with self.deployment.pause(f"{result.spec.name} is being started", _start_s(result) or 30.0):
             if self.deployment.exists() and (left := self.deployment.drain()):
                 self.say(f"{left} requests did not end in time and are cut off")
             passed = self._start_and_verify(wanted)

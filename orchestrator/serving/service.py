@@ -108,7 +108,7 @@ def status(experiment: Experiment, *, address: str | None = None) -> StatusRepor
     word, state = None, None
     where = address or _local_address(experiment)
     if where is not None:
-        with cluster.joined(where, with_token=address is None):
+        with cluster.join(where, with_token=address is None):
             word, state = deployment.status(), deployment.state()
     return StatusReport(
         application=deployment.name,
@@ -127,7 +127,7 @@ def stop(experiment: Experiment, *, address: str | None = None, say: Say = lambd
     if where is None:
         return head.stop_head(_folder(experiment))
     with promotion_lock(experiment):
-        with cluster.joined(where, with_token=address is None):
+        with cluster.join(where, with_token=address is None):
             deployment = Deployment(experiment=experiment)
             ran = deployment.exists()
             if ran:
@@ -163,7 +163,7 @@ def _joined_cluster(experiment: Experiment, address: str | None, placement: Plac
         say("starting a local Ray head")
         address, started = head.start_head(_folder(experiment)).address, True
     try:
-        with cluster.joined(address, with_token=ours):
+        with cluster.join(address, with_token=ours):
             head.require_room(placement, experiment.serving.replicas)
             started = False
             yield
@@ -190,7 +190,7 @@ def promotion_lock(experiment: Experiment) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MachineError(f"{folder}: cannot be written: {error.strerror}") from None
-    with claims.locked(folder / "lock") as free:
+    with claims.try_lock(folder / "lock") as free:
         if not free:
             raise ConfigError(f"{folder}: another promotion is under way; wait for it to end")
         yield

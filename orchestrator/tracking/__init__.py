@@ -16,7 +16,7 @@ for _name, _value in {
 from orchestrator.tracking.champion import champion, previous, set_champion
 from orchestrator.tracking.reading import Recorded, last_campaign, load_run
 from orchestrator.tracking.store import runs_page, store_uri, ui_command
-from orchestrator.tracking.tracker import Tracker, replay
+from orchestrator.tracking.tracker import Tracker
 
 __all__ = [
     "Recorded",
@@ -25,7 +25,6 @@ __all__ = [
     "last_campaign",
     "load_run",
     "previous",
-    "replay",
     "runs_page",
     "set_champion",
     "store_uri",

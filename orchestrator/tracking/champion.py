@@ -10,7 +10,7 @@ from mlflow.exceptions import MlflowException
 from orchestrator.config import Experiment
 from orchestrator.tracking import entries
 from orchestrator.tracking.reading import Recorded, recorded
-from orchestrator.tracking.store import border, connect, is_missing, store_uri
+from orchestrator.tracking.store import connect, is_missing, store_uri, translate_errors
 
 CHAMPION = "champion"
 PREVIOUS = "previous"
@@ -23,7 +23,7 @@ def set_champion(experiment: Experiment, run_id: str, tags: Mapping[str, str] | 
     the version.
     """
     uri, name = store_uri(experiment), model_name(experiment)
-    with border(uri, f"run {run_id!r} cannot become the champion"):
+    with translate_errors(uri, f"run {run_id!r} cannot become the champion"):
         client = connect(uri)
         run = client.get_run(run_id)
         aliases = _aliases(client, name)
@@ -75,7 +75,7 @@ def _aliased(experiment: Experiment, alias: str) -> Recorded | None:
     uri, name = store_uri(experiment), model_name(experiment)
     if is_missing(uri):
         return None
-    with border(uri, f"the {alias} of {name!r} cannot be read"):
+    with translate_errors(uri, f"the {alias} of {name!r} cannot be read"):
         client = connect(uri)
         version = (_aliases(client, name) or {}).get(alias)
         if version is None:

@@ -15,7 +15,7 @@ from orchestrator import trial
 from orchestrator.config import Experiment
 from orchestrator.errors import TrackingError
 from orchestrator.outcome import TrialStatus
-from orchestrator.tracking.store import PARENT, border, campaigns, connect, is_missing, search_runs, store_uri
+from orchestrator.tracking.store import PARENT, campaigns, connect, is_missing, search_runs, store_uri, translate_errors
 from orchestrator.trial import TrialResult
 
 
@@ -35,7 +35,7 @@ def last_campaign(experiment: Experiment, *, all: bool = False) -> list[Recorded
     An infrastructure failure is left out where the same point was measured in another attempt.
     """
     uri = store_uri(experiment)
-    with border(uri, "cannot be read"):
+    with translate_errors(uri, "cannot be read"):
         if is_missing(uri):
             return []
         client = connect(uri)
@@ -60,7 +60,7 @@ def load_run(tracking_uri: str, run: str) -> Recorded:
 
     EXPERIMENT/NAME selects among one experiment. Raises TrackingError when no run matches or it holds no result.
     """
-    with border(tracking_uri, f"run {run!r} cannot be read"):
+    with translate_errors(tracking_uri, f"run {run!r} cannot be read"):
         if is_missing(tracking_uri):
             raise TrackingError(f"tracking: {tracking_uri}: there is no such database")
         client = connect(tracking_uri)
@@ -84,7 +84,10 @@ def _named(client: MlflowClient, name: str) -> Iterator[Run]:
 def recorded(client: MlflowClient, uri: str, run: Run) -> Recorded:
     """A run with its result. Raises TrackingError when the run holds no readable result."""
     run_id = str(run.info.run_id)
-    with border(uri, f"result.json of run {run_id!r} cannot be read"), tempfile.TemporaryDirectory() as folder:
+    with (
+        translate_errors(uri, f"result.json of run {run_id!r} cannot be read"),
+        tempfile.TemporaryDirectory() as folder,
+    ):
         text = Path(client.download_artifacts(run_id, "result.json", folder)).read_text(encoding="utf-8")
         result = trial.from_json(text)
     tags = dict(run.data.tags)

@@ -44,7 +44,7 @@ def ui_command(experiment: Experiment, port: int) -> list[str]:
 def runs_page(experiment: Experiment, ui_url: str) -> str:
     """The URL of this experiment's runs in the UI at `ui_url`, best first; `ui_url` itself when nothing is recorded."""
     uri = store_uri(experiment)
-    with border(uri, "cannot be read"):
+    with translate_errors(uri, "cannot be read"):
         found = None if is_missing(uri) else connect(uri).get_experiment_by_name(experiment.tracking_name)
     if found is None:
         return ui_url
@@ -104,7 +104,7 @@ def _creation_lock(uri: str) -> Iterator[None]:
 
 
 @contextmanager
-def border(uri: str, what: str) -> Iterator[None]:
+def translate_errors(uri: str, what: str) -> Iterator[None]:
     """Raise every error of MLflow as a TrackingError of one line that names the store."""
     try:
         yield

@@ -24,12 +24,12 @@ from orchestrator.tracking import driver, entries, figures
 from orchestrator.tracking.store import (
     PAGE,
     PARENT,
-    border,
     campaigns,
     connect,
     is_server,
     search_runs,
     store_uri,
+    translate_errors,
 )
 from orchestrator.trial import TrialResult
 
@@ -57,7 +57,7 @@ class Tracker:
         self._lock = threading.RLock()
         self._open: dict[tuple[str, str], list[str]] = {}
         self._recorded: dict[str, str] = {}
-        with border(self.uri, "cannot be opened"):
+        with translate_errors(self.uri, "cannot be opened"):
             self._client = connect(self.uri)
             self._experiment_id = self._experiment(Path(experiment.tracking.folder))
 
@@ -82,7 +82,7 @@ class Tracker:
     def close_dead_runs(self) -> int:
         """End as KILLED the runs that a dead driver of this machine left RUNNING. Returns how many."""
         closed = 0
-        with self._lock, border(self.uri, "cannot be read"):
+        with self._lock, translate_errors(self.uri, "cannot be read"):
             for run in search_runs(self._client, self._experiment_id, "attributes.status = 'RUNNING'"):
                 if driver.is_gone(run.data.tags):
                     self._client.set_tag(run.info.run_id, "cause", "driver_gone")
@@ -96,7 +96,7 @@ class Tracker:
         A campaign with the same `folder` tag is this one, resumed: its runs are kept.
         """
         tags = {"kind": "campaign", **driver.tags(), **(tags or {})}
-        with self._lock, border(self.uri, "the campaign cannot be recorded"):
+        with self._lock, translate_errors(self.uri, "the campaign cannot be recorded"):
             self.campaign_id = self._campaign_of(tags.get("folder"))
             if self.campaign_id is None:
                 name = f"{self._name} {time.strftime('%Y-%m-%d %H:%M:%S')}"
@@ -123,7 +123,7 @@ class Tracker:
 
     def start_trial(self, spec: TrialSpec) -> str:
         """Open the run of one trial, RUNNING, with its params. Returns its run id."""
-        with self._lock, border(self.uri, f"trial {spec.name!r} cannot be opened"):
+        with self._lock, translate_errors(self.uri, f"trial {spec.name!r} cannot be opened"):
             run_id = self._create_trial(spec, None)
             self._open.setdefault((spec.name, spec.key), []).append(run_id)
         return run_id
@@ -139,7 +139,10 @@ class Tracker:
         key = (result.spec.name, result.spec.key)
         entry = entries.entry(result, self._workload)
         pictures = figures.trial(result)
-        with self._lock, border(self.uri, f"trial {result.spec.name!r} cannot be recorded; its result is on disk"):
+        with (
+            self._lock,
+            translate_errors(self.uri, f"trial {result.spec.name!r} cannot be recorded; its result is on disk"),
+        ):
             waiting = self._open.get(key) or [self._create_trial(result.spec, entries.epoch_ms(result.started_at))]
             self._write(waiting[-1], result, entry, pictures)
             self._open[key] = waiting[:-1]
@@ -153,7 +156,7 @@ class Tracker:
         the runs of the trials.
         """
         pictures = figures.campaign(results, self._workload)
-        with self._lock, border(self.uri, "the campaign cannot be closed"):
+        with self._lock, translate_errors(self.uri, "the campaign cannot be closed"):
             if self.campaign_id is None:
                 return
             mine = f"attributes.status = 'RUNNING' AND tags.`{PARENT}` = '{self.campaign_id}'"
@@ -196,20 +199,20 @@ class Tracker:
         """
         found = [(workdir, result) for workdir in workdirs if (result := _read_result(workdir))]
         before, written = self.campaign_id, []
-        with self._lock, border(self.uri, "cannot be read"):
+        with self._lock, translate_errors(self.uri, "cannot be read"):
             known = search_runs(self._client, self._experiment_id, "tags.kind = 'trial'")
             newest = [str(run.info.run_id) for run in campaigns(self._client, self._experiment_id)[:1]]
         held = {run.data.tags.get("result") for run in known if run.info.status != "RUNNING"}
         for workdir, result in found:
             if entries.identity(result) in held:
                 continue
-            with self._lock, border(self.uri, "cannot be read"):
+            with self._lock, translate_errors(self.uri, "cannot be read"):
                 home = self._campaign_of(str(workdir.absolute()))
             self.campaign_id = home or before or next(iter(newest), None) or self.start_campaign("")
             self._continue_run(result, known)
             written.append(self.record(result))
         if not newest and before is None and self.campaign_id is not None:
-            with self._lock, border(self.uri, "the campaign cannot be closed"):
+            with self._lock, translate_errors(self.uri, "the campaign cannot be closed"):
                 self._client.set_terminated(self.campaign_id)
         self.campaign_id = before
         return written
@@ -270,11 +273,6 @@ class Tracker:
 
     def _tag(self, run_id: str, tags: Mapping[str, str]) -> None:
         self._client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
-
-
-def replay(experiment: Experiment, workdirs: Sequence[Path]) -> list[str]:
-    """Record the results on disk that the store does not hold. Returns the ids of the runs written."""
-    return Tracker(experiment).replay(workdirs)
 
 
 def _read_result(workdir: Path) -> TrialResult | None:

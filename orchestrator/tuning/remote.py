@@ -57,7 +57,7 @@ def trainable(config: dict[str, Any]) -> None:
             on_progress=reporter.on_progress,
             on_measurement=reporter.on_measurement,
         )
-        files = () if workdir == task.workdir else packed(workdir)
+        files = () if workdir == task.workdir else pack_files(workdir)
     tune.report({"document": trial.to_json(replace(result, workdir=str(task.workdir))), "files": files})
 
 
@@ -103,13 +103,13 @@ def _is_shared(home: Path, token: str) -> bool:
         return False
 
 
-def packed(workdir: Path) -> tuple[tuple[str, bytes], ...]:
+def pack_files(workdir: Path) -> tuple[tuple[str, bytes], ...]:
     """What a remote trial leaves for the driver, compressed; of the largest files their end. Tune flattens mappings."""
     return tuple((path.name, zlib.compress(_end_of(path))) for path in sorted(workdir.iterdir()) if path.is_file())
 
 
-def unpack(files: tuple[tuple[str, bytes], ...], workdir: Path) -> None:
-    """Write what `packed` gave into the driver's folder of the trial. Raises OSError."""
+def unpack_files(files: tuple[tuple[str, bytes], ...], workdir: Path) -> None:
+    """Write what `pack_files` gave into the driver's folder of the trial. Raises OSError."""
     workdir.mkdir(parents=True, exist_ok=True)
     for name, content in files:
         (workdir / name).write_bytes(zlib.decompress(content))

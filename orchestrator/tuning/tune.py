@@ -26,7 +26,7 @@ from orchestrator.outcome import TrialStatus
 from orchestrator.trial import TrialResult
 from orchestrator.tuning.interrupt import Interrupts
 from orchestrator.tuning.nodes import Nodes
-from orchestrator.tuning.remote import Task, trainable, unpack
+from orchestrator.tuning.remote import Task, trainable, unpack_files
 
 # How long the last usable node may be gone before the campaign gives up waiting for one.
 NO_NODE_S = 30.0
@@ -148,7 +148,7 @@ class _Feed(Searcher):
             self.campaign.put_back(launch)
             self.campaign.stop(why)
 
-    def misplaced(self, trial_id: str) -> bool:
+    def is_misplaced(self, trial_id: str) -> bool:
         """Whether a trial that waits for its place waits in vain: its node is gone, or somebody else holds it."""
         placed = self._placed.get(trial_id)
         if placed is None:
@@ -164,7 +164,7 @@ class _Feed(Searcher):
             return False
         return True
 
-    def failed(self, trial_id: str, error_path: str | None) -> None:
+    def keep_error(self, trial_id: str, error_path: str | None) -> None:
         """Keep Tune's error of a trial that ended without a result; called before the trial is taken back."""
         error = cloudpickle.loads(Path(error_path).read_bytes()) if error_path else None
         if trial_id in self._placed and error is not None and not isinstance(error, RayActorError):
@@ -190,7 +190,7 @@ class _Feed(Searcher):
 def _result_of(placed: _Placed, result: dict[str, Any] | None, workdir: Path) -> TrialResult:
     """The TrialResult a trial reported; a trial whose process died is infrastructure."""
     if result and "document" in result:
-        unpack(result.get("files") or (), workdir)
+        unpack_files(result.get("files") or (), workdir)
         return trial.with_memory(trial.from_json(result["document"]), workdir)
     cause, reason = placed.lost
     status = TrialStatus.FAILED if cause == "internal_error" else TrialStatus.INFRASTRUCTURE
@@ -209,11 +209,11 @@ class _Overseer(FIFOScheduler):
         self._controller = tune_controller
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
-        self._feed.failed(trial.trial_id, trial.pickled_error_file)
+        self._feed.keep_error(trial.trial_id, trial.pickled_error_file)
 
     def take_back_misplaced(self, trials: list[Any]) -> None:
         for waiting in [known for known in trials if known.status == "PENDING"]:
-            if self._feed.misplaced(waiting.trial_id):
+            if self._feed.is_misplaced(waiting.trial_id):
                 self._controller.stop_trial(waiting)
 
 

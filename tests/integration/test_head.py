@@ -48,7 +48,7 @@ def test_a_head_is_found_again_and_ended_alone(
     # A campaign that is started meanwhile gets a Ray of its own.
     code = (
         "from orchestrator import cluster; import ray\n"
-        "with cluster.joined(None):\n    print(ray.get_runtime_context().gcs_address)"
+        "with cluster.join(None):\n    print(ray.get_runtime_context().gcs_address)"
     )
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     ports = {each.address.rpartition(":")[2] for each in (head, foreign)}
@@ -100,7 +100,7 @@ def test_the_users_token_is_made_once_and_only_for_the_user(tmp_path: Path, monk
 def test_a_cluster_that_is_not_there_is_named() -> None:
     with (
         pytest.raises(MachineError, match=r"127\.0\.0\.1:9 cannot be reached"),
-        cluster.joined("127.0.0.1:9"),
+        cluster.join("127.0.0.1:9"),
     ):
         raise AssertionError("connected to nothing")
 
@@ -113,7 +113,7 @@ def test_an_engine_on_another_node_is_reached(
     folder = tmp_path / "mlruns" / "serving"
     head = start_head(folder, num_gpus=0)
     request.addfinalizer(lambda: stop_head(folder))
-    with cluster.joined(head.address, with_token=True), pytest.raises(MachineError, match="0 of 1 engines"):
+    with cluster.join(head.address, with_token=True), pytest.raises(MachineError, match="0 of 1 engines"):
         require_room(Placement(gpus=2, cpus=1), 1)
     node = subprocess.Popen(
         [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={head.address}", "--num-gpus=2", "--block"],
@@ -123,7 +123,7 @@ def test_an_engine_on_another_node_is_reached(
     )
     # Its raylet waits half a minute for a head that is gone; nothing of it is worth that.
     request.addfinalizer(lambda: [process.kill() for process in (*psutil.Process(node.pid).children(), node)])
-    with cluster.joined(head.address, with_token=True):
+    with cluster.join(head.address, with_token=True):
         deadline = time.monotonic() + 60
         while len(cluster.alive_nodes()) < 2:
             assert time.monotonic() < deadline

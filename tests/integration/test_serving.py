@@ -59,7 +59,7 @@ def service(folder: Path, head: Head, free_port: Callable[[], int]) -> Iterator[
 
     yield make
     for experiment in made:
-        with cluster.joined(head.address, with_token=True):
+        with cluster.join(head.address, with_token=True):
             serving.Deployment(experiment=experiment).delete()
 
 

@@ -46,9 +46,9 @@ def test_a_server_that_goes_down_loses_nothing(tmp_path: Path, capfd: pytest.Cap
         tracking.last_campaign(experiment)
 
     with mlflow_server.running(command, port, tmp_path / "server.log") as uri:
-        written = tracking.replay(experiment, [Path(result.workdir) for result in results])
+        written = Tracker(experiment).replay([Path(result.workdir) for result in results])
         assert len(written) == 2
-        assert tracking.replay(experiment, [Path(result.workdir) for result in results]) == []
+        assert Tracker(experiment).replay([Path(result.workdir) for result in results]) == []
         tracker.end_campaign("FINISHED", results, results[2])
         back = tracking.last_campaign(experiment)
         assert sorted((r.result for r in back), key=lambda r: r.spec.name) == results

@@ -21,7 +21,7 @@ from orchestrator import trial
 from orchestrator.campaign.campaign import Campaign, open_campaign
 from orchestrator.campaign.launches import Event
 from orchestrator.campaign.ledger import TOKEN_FILE
-from orchestrator.cluster import joined
+from orchestrator.cluster import join as join_cluster
 from orchestrator.config import EngineSpec, Experiment, Objective, Placement, Search, Stop, Tracking, Workload
 from orchestrator.errors import MachineError
 from orchestrator.outcome import TrialStatus
@@ -68,7 +68,7 @@ def experiment(folder: Path, *, points: int = 2, timeout_s: float = 60.0, load_s
 
 @contextmanager
 def opened(swept: Experiment, cluster: Any, on_event: Callable[[Event], None] = lambda _: None) -> Iterator[Campaign]:
-    with open_campaign(swept, resume=False, on_event=on_event) as running, joined(cluster.address):
+    with open_campaign(swept, resume=False, on_event=on_event) as running, join_cluster(cluster.address):
         yield running
     account = running.account()
     assert account.planned == account.earlier + account.started + account.skipped + len(account.not_run)
@@ -183,7 +183,7 @@ def test_place_held_by_others_then_node_that_dies_before_the_start(cluster: Any,
 
 
 def test_node_that_was_not_released_is_not_used_again(cluster: Any) -> None:
-    with joined(cluster.address):
+    with join_cluster(cluster.address):
         known, two = nodes.Nodes(), Placement(gpus=2)
         first = known.take(two)
         assert first is not None

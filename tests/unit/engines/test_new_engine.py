@@ -93,7 +93,7 @@ def test_its_variables_are_kept_from_every_engine_or_recorded() -> None:
 
 
 def test_its_compile_cache_has_a_slot(tmp_path: Path) -> None:
-    with claims.cache_slot(tmp_path / "caches") as caches:
+    with claims.claim_cache_slot(tmp_path / "caches") as caches:
         assert Path(caches["TOY_CACHE"]).name == "toy"
         assert {"TRITON_CACHE_DIR", "VLLM_CACHE_ROOT", "SGLANG_DG_CACHE_DIR"} < set(caches)
 

@@ -54,7 +54,7 @@ def test_an_environment_is_what_its_requirements_say(root: Path) -> None:
     shown = subprocess.run([path / "bin/tinyengine"], capture_output=True, text=True, check=True)
     assert shown.stdout == "tinyengine 1.2.3\n"
     assert said[-1] == f"tiny: tinyengine 1.2.3 on Python {sys.version.split()[0]}"
-    (info,) = install.listed(root)
+    (info,) = install.list_environments(root)
     assert (info.name, info.state, info.engine_version) == ("tiny", "ready", "1.2.3")
     assert info.python == sys.version.split()[0]
 
@@ -79,10 +79,10 @@ def test_an_unchanged_environment_is_left_alone_and_a_changed_one_replaced(root:
     install.install("tiny", root, lambda _: None)
     assert marker.exists()
     write_requirements(root, TINY.replace("1.2.3", "1.3.0"))
-    assert install.listed(root)[0].state == "outdated"
+    assert install.list_environments(root)[0].state == "outdated"
     install.install("tiny", root, lambda _: None)
     assert not marker.exists()
-    assert install.listed(root)[0].engine_version == "1.3.0"
+    assert install.list_environments(root)[0].engine_version == "1.3.0"
     assert len(list((root / ".engines/.builds").iterdir())) == 1
 
 
@@ -98,7 +98,7 @@ def test_a_failed_installation_tells_pips_words_and_keeps_what_served_before(roo
     stamp = install.read_stamp(path)
     assert stamp is not None
     assert stamp.engine_version == "1.2.3"
-    assert install.listed(root)[0].state == "outdated"
+    assert install.list_environments(root)[0].state == "outdated"
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_an_interrupted_build_is_not_taken_for_a_finished_one(root: Path) -> Non
     torn = root / ".engines/.builds" / f"tiny-{digest[:12]}"
     (torn / "bin").mkdir(parents=True)
     (torn / "bin/python").write_text("half a file")
-    assert install.listed(root)[0].state == "absent"
+    assert install.list_environments(root)[0].state == "absent"
     path = install.install("tiny", root, lambda _: None)
     assert install.read_stamp(path) is not None
     assert subprocess.run([path / "bin/python", "-c", "import tinyengine"]).returncode == 0
@@ -120,7 +120,7 @@ def test_an_import_that_fails_means_no_environment(root: Path) -> None:
     with pytest.raises(MachineError, match="importing tinyengine failed") as caught:
         install.install("tiny", root, lambda _: None)
     assert "No module named 'module_that_is_nowhere'" in str(caught.value)
-    assert install.listed(root)[0].state == "absent"
+    assert install.list_environments(root)[0].state == "absent"
 
 
 @pytest.mark.slow
@@ -128,14 +128,14 @@ def test_a_folder_made_by_hand_is_shown_as_such_and_replaced_only_when_the_new_o
     by_hand = root / ".engines/tiny"
     subprocess.run([sys.executable, "-m", "venv", str(by_hand)], check=True)
     write_requirements(root, TINY.replace("1.2.3", "7.7"))
-    assert install.listed(root)[0].state == "unmanaged"
+    assert install.list_environments(root)[0].state == "unmanaged"
     with pytest.raises(MachineError):
         install.install("tiny", root, lambda _: None)
     assert (by_hand / "bin/python").exists()
     assert not by_hand.is_symlink()
     write_requirements(root, TINY)
     install.install("tiny", root, lambda _: None)
-    assert install.listed(root)[0].state == "ready"
+    assert install.list_environments(root)[0].state == "ready"
 
 
 def test_an_unknown_name_is_answered_with_the_nearest(root: Path) -> None:

@@ -109,7 +109,7 @@ def test_owner_and_keeper_are_killed_together(tmp_path: Path) -> None:
             os.kill(pid, signal.SIGKILL)
         owner.wait(10)
         assert gone([keeper, engine], 5.0)
-        assert [process.pid for process in leftovers.abandoned() if process.pid in children] == sorted(children)
+        assert [process.pid for process in leftovers.find_abandoned() if process.pid in children] == sorted(children)
         # The next start on this node, whoever makes it, sweeps first.
         with run_stand_in(engine_spec(tmp_path), tmp_path / "next"):
             assert gone(children, 0.0)

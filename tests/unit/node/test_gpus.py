@@ -52,7 +52,7 @@ def test_without_a_driver_nothing_is_known() -> None:
     assert gpus.read_gpus() == []
     assert gpus.topology() == []
     assert gpus.driver_version() is None
-    assert gpus.foreign_users(("0",), frozenset()) == ()
+    assert gpus.find_foreign_users(("0",), frozenset()) == ()
     assert gpus.wait_until_free(("0",), {}, 0.0) == ()
 
 
@@ -64,8 +64,8 @@ def test_memory_and_users_per_gpu(node: FakeNvml, neighbour: subprocess.Popen[by
     assert (first.users, first.used_source) == ((), "NVML")
     assert second.used_gib == pytest.approx((500 + 2048) / 1024)
     expected = f"GPU 1: pid {neighbour.pid} (sleep) 2.0 GiB"
-    assert gpus.foreign_users(("0", "1"), frozenset()) == (expected,)
-    assert gpus.foreign_users(("1",), frozenset({neighbour.pid})) == ()
+    assert gpus.find_foreign_users(("0", "1"), frozenset()) == (expected,)
+    assert gpus.find_foreign_users(("1",), frozenset({neighbour.pid})) == ()
     assert gpus.driver_version() == "580.159.03"
 
 
@@ -118,7 +118,7 @@ def test_a_user_that_cannot_be_seen_or_ended_is_told_as_such(
     node.gpu("GPU-aaaa").pid(0, neighbour.pid, 2048)
     neighbour.send_signal(signal.SIGSTOP)
     deadline = time.monotonic() + 5
-    while not (users := gpus.foreign_users(("0",), frozenset())) or "stopped" not in users[0]:
+    while not (users := gpus.find_foreign_users(("0",), frozenset())) or "stopped" not in users[0]:
         assert time.monotonic() < deadline, users
     assert users == (f"GPU 0: pid {neighbour.pid} (sleep, stopped) 2.0 GiB",)
     assert str(gpus.GpuUser(pid=9, name=None, used_gib=None)) == "pid 9 (not visible from here)"
@@ -139,7 +139,7 @@ def test_a_start_waits_until_memory_no_longer_falls(node: FakeNvml, neighbour: s
     node.gpu("GPU-aaaa", decay_s=3.0).gpu("GPU-bbbb", used_mib=30_000).pid(0, neighbour.pid, 40_000)
     neighbour.kill()
     neighbour.wait(10)
-    settled = gpus.settled(("0", "1"), 20.0)
+    settled = gpus.wait_until_settled(("0", "1"), 20.0)
     assert settled["GPU-aaaa"] == pytest.approx(500 / 1024, abs=0.2)
     # Memory that stays in use without a process is somebody's all the same; it is the baseline.
     assert settled["GPU-bbbb"] == pytest.approx(30_000 / 1024)
@@ -152,11 +152,11 @@ def test_a_gpu_that_does_not_come_back_is_in_quarantine_until_it_does(
     (sentence,) = gpus.wait_until_free(("0", "1"), {"GPU-aaaa": 0.5, "GPU-bbbb": 0.5}, 0.5)
     assert "GPU 1 still holds 39.6 GiB, 0.5 GiB before the trial" in sentence
     assert f"pid {neighbour.pid} (sleep) 39.1 GiB" in sentence
-    assert gpus.quarantined(("0",)) == ()
-    assert gpus.quarantined(("0", "1")) == (f"in quarantine: {sentence}",)
+    assert gpus.find_quarantined(("0",)) == ()
+    assert gpus.find_quarantined(("0", "1")) == (f"in quarantine: {sentence}",)
     neighbour.kill()
     neighbour.wait(10)
-    assert gpus.quarantined(("0", "1")) == ()
+    assert gpus.find_quarantined(("0", "1")) == ()
 
 
 def test_a_gpu_without_numbers_is_free_when_nobody_is_on_it(node: FakeNvml, neighbour: subprocess.Popen[bytes]) -> None:
@@ -298,7 +298,7 @@ def test_claims_end_with_the_process_that_holds_them(tmp_path: Path, monkeypatch
 sys.path[:0] = [{str(ROOT)!r}]
 import tempfile; tempfile.tempdir = {str(tmp_path)!r}
 from orchestrator.node import claims
-with claims.gpus_claimed(["GPU-aaaa"]), claims.scrap_folder() as scraps:
+with claims.claim_gpus(["GPU-aaaa"]), claims.claim_scrap_folder() as scraps:
     (scraps / "left").touch()
     print(scraps, flush=True)
     time.sleep(60)
@@ -307,17 +307,17 @@ with claims.gpus_claimed(["GPU-aaaa"]), claims.scrap_folder() as scraps:
     try:
         assert holder.stdout is not None
         scraps = Path(holder.stdout.readline().strip())
-        with claims.gpus_claimed(["GPU-aaaa", "GPU-bbbb"]) as taken:
+        with claims.claim_gpus(["GPU-aaaa", "GPU-bbbb"]) as taken:
             assert taken == ("GPU-aaaa",)
-        with claims.scrap_folder() as other:
+        with claims.claim_scrap_folder() as other:
             assert other != scraps
     finally:
         holder.kill()
         holder.wait(10)
-    with claims.gpus_claimed(["GPU-aaaa"]) as taken:
+    with claims.claim_gpus(["GPU-aaaa"]) as taken:
         assert taken == ()
     assert (scraps / "left").exists()
-    with claims.scrap_folder() as again:
+    with claims.claim_scrap_folder() as again:
         assert again == scraps
         assert list(again.iterdir()) == []
 

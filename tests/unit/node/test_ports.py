@@ -68,9 +68,9 @@ def test_a_port_that_somebody_has_is_not_handed_out(tmp_path: Path) -> None:
         # Bound, not listening yet: vLLM takes its port before it loads.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(("127.0.0.1", 24008))
-        with claims.reserved_port((24000, 24099)) as port:
+        with claims.reserve_port((24000, 24099)) as port:
             assert port == 24016
-        with pytest.raises(MachineError, match="no block of 8 free ports"), claims.reserved_port((24000, 24007)):
+        with pytest.raises(MachineError, match="no block of 8 free ports"), claims.reserve_port((24000, 24007)):
             pass
 
 
@@ -82,9 +82,9 @@ def test_a_port_in_time_wait_is_used_when_there_is_no_other() -> None:
         with socket.create_connection(("127.0.0.1", 24200)):
             accepted, _ = listener.accept()
             accepted.close()
-    with claims.reserved_port((24200, 24215)) as port:
+    with claims.reserve_port((24200, 24215)) as port:
         assert port == 24208
-        with claims.reserved_port((24200, 24215)) as second:
+        with claims.reserve_port((24200, 24215)) as second:
             assert second == 24200
 
 

@@ -88,7 +88,7 @@ def test_the_script_needs_nothing_but_python_and_says_what_it_did(root: Path) ->
 def test_what_was_unpacked_is_listed_as_ready(root: Path) -> None:
     pack(root, "first")
     unpack.unpack(root / "parts", root / ".engines")
-    shown = {info.name: (info.state, info.engine_version) for info in install.listed(root)}
+    shown = {info.name: (info.state, info.engine_version) for info in install.list_environments(root)}
     assert shown == {"first": ("ready", "1.0"), "second": ("absent", None)}
 
 

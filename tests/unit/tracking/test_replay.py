@@ -28,10 +28,10 @@ def test_replay_records_what_is_missing_and_nothing_twice(experiment: Experiment
     later.end_campaign("FINISHED", [], None)
 
     folders = [*(Path(result.workdir) for result in results), home / "trials" / "never-ended"]
-    written = tracking.replay(experiment, folders)
+    written = Tracker(experiment).replay(folders)
     assert written[0] == opened[1]
     assert len(written) == 2
-    assert tracking.replay(experiment, folders) == []
+    assert Tracker(experiment).replay(folders) == []
     found = tracking.last_campaign(experiment, all=True)
     assert {r.campaign_id for r in found} == {campaign}
     assert sorted((r.result for r in found), key=lambda r: r.spec.name) == results
@@ -49,7 +49,7 @@ def test_replay_keeps_the_memory_of_each_version_of_result_json(
         document |= {"schema_version": 1, "memory_series": MEMORY_SERIES, "proposals": 5}
         (workdir / "result.json").write_text(json.dumps(document))
         (workdir / "memory.csv").unlink()
-    (run_id,) = tracking.replay(experiment, [workdir])
+    (run_id,) = Tracker(experiment).replay([workdir])
     client = client_of(experiment)
     assert len(client.get_metric_history(run_id, "memory/gpu0_gib.over_time")) == 100
     assert [f.path for f in client.list_artifacts(run_id, "figures") if "memory" in f.path] == ["figures/memory.png"]
@@ -61,7 +61,7 @@ def test_replay_into_a_store_that_has_no_campaign_makes_one_and_closes_it(
     experiment: Experiment, tmp_path: Path
 ) -> None:
     result = sweep_result(experiment, 5, 268.2, tmp_path)
-    tracking.replay(experiment, [Path(result.workdir)])
+    Tracker(experiment).replay([Path(result.workdir)])
     assert [r.result for r in tracking.last_campaign(experiment)] == [result]
     assert runs_of(experiment, "attributes.status = 'RUNNING'") == []
 
@@ -71,4 +71,4 @@ def test_a_torn_result_is_named(experiment: Experiment, tmp_path: Path) -> None:
     torn = Path(result.workdir) / "result.json"
     torn.write_text(torn.read_text()[:-20])
     with pytest.raises(TrackingError, match=re.escape(str(torn))):
-        tracking.replay(experiment, [Path(result.workdir)])
+        Tracker(experiment).replay([Path(result.workdir)])
