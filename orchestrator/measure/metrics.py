@@ -272,7 +272,7 @@ MEMORY_METRICS: tuple[Metric, ...] = (
         name="peak_activation_gib",
         unit="GiB",
         better="min",
-        doc="highest memory of activations (llama.cpp: its compute buffers), from the engine's log",
+        doc="highest memory of activations or compute buffers, from the engine's log",
     ),
 )
 

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from orchestrator import config, search
-from orchestrator.cli import doctor, dry_run
+from orchestrator.cli import dry_run, machine_checks
 from orchestrator.config import Experiment
 from orchestrator.engines import ENGINES
 from orchestrator.engines.diagnosis.explain import compile_lines
 from orchestrator.environments import install
-from orchestrator.measure.verdict import LEVELS, Level
+from orchestrator.measure.checks import LEVELS
+from orchestrator.measure.verdict import Level
 from orchestrator.node import claims, program, readiness
 from orchestrator.outcome import TrialStatus
 from orchestrator.report.reference import reference_document
@@ -68,7 +69,7 @@ def test_its_trial_is_complete_and_valid(experiment: Experiment, tmp_path: Path)
 
 
 def test_its_dry_run_shows_its_own_command_lines(experiment: Experiment) -> None:
-    plan = dry_run.dry_run(experiment)
+    plan = dry_run.plan_campaign(experiment)
     flags = [dict(zip(launch.argv[2::2], launch.argv[3::2], strict=True)) for _, launch in plan.launches]
     assert [each.get("--draft") for each in flags] == [None, "2", "4"]
     assert {each["--checkpoint"] for each in flags} == {"org/toy"}
@@ -76,12 +77,12 @@ def test_its_dry_run_shows_its_own_command_lines(experiment: Experiment) -> None
 
 
 def test_a_flag_that_it_does_not_have_is_named_with_the_nearest(tmp_path: Path) -> None:
-    warnings = dry_run.dry_run(load_toy(tmp_path, "engine.args.contxt=1")).warnings
+    warnings = dry_run.plan_campaign(load_toy(tmp_path, "engine.args.contxt=1")).warnings
     assert any("--contxt" in line and "did you mean --context?" in line for line in warnings)
 
 
 def test_doctor_asks_it_for_its_flags(experiment: Experiment) -> None:
-    check = next(check for check in doctor.examine(experiment) if check.name == "engine toy")
+    check = next(check for check in machine_checks.check_machine(experiment) if check.name == "engine toy")
     assert check.ok, check.detail
 
 

@@ -11,7 +11,7 @@ from orchestrator.config import EngineSpec
 from orchestrator.engines import ENGINES, LaunchPlan
 from orchestrator.engines.base import FAMILIES
 from orchestrator.errors import ConfigError
-from orchestrator.measure.verdict import LOWEST_ACCEPTANCE
+from orchestrator.measure.checks_speculation import LOWEST_ACCEPTANCE
 
 TWO_DRAFTED = {"method": "dspark", "num_speculative_tokens": 2}
 
