@@ -1,22 +1,25 @@
 """Run a command and leave no process of it behind: `python -m tests.support.supervise COMMAND...`.
 
-Tests start engines and Ray heads that leave the session on purpose. This process becomes the parent of every orphan
-below it (a subreaper) and ends what is left when the command has ended or was interrupted.
+Tests start engines and Ray heads that leave the session on purpose. All of them inherit a mark in their environment, by
+which this process finds and ends what is left when the command has ended or was interrupted. It is no subreaper: Ray's
+workers know that their raylet has died by their parent being process 1.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 
-PR_SET_CHILD_SUBREAPER = 36
+MARK = "TEST_RUN_ID"
 # Tests that are interrupted end their own processes in order; then patience ends.
 GRACE_S = 30.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -24,10 +27,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def main(command: list[str]) -> int:
     """Returns the exit code of the command, 128 + the signal where one ended it."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    run_id = secrets.token_hex(8)
     # In a group of its own: a terminal's Ctrl-C would reach it twice, and the second one cuts an orderly end short.
-    child = subprocess.Popen(command, process_group=0)
+    child = subprocess.Popen(command, process_group=0, env={**os.environ, MARK: run_id})
 
     def pass_on(number: int, _frame: object) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -41,20 +43,22 @@ def main(command: list[str]) -> int:
     signal.alarm(0)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    end_descendants()
-    return code if code >= 0 else 128 - code
-
-
-def end_descendants() -> None:
-    """Kill, again and again, whatever still lives below this process: a process may fork while its parent dies."""
-    while left := psutil.Process().children(recursive=True):
+    while left := list(find_marked(run_id)):
+        # Again and again: a process may fork while its parent dies.
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
         time.sleep(0.05)
+    return code if code >= 0 else 128 - code
+
+
+def find_marked(run_id: str) -> Iterator[psutil.Process]:
+    """Every living process whose environment has this mark."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            marked = f"{MARK}={run_id}".encode() in Path(f"/proc/{process.pid}/environ").read_bytes()
+            if marked and process.status() != psutil.STATUS_ZOMBIE:
+                yield process
 
 
 if __name__ == "__main__":
