@@ -70,6 +70,7 @@ def test_decode_rate_is_the_engines_own_whatever_a_chunk_holds(fake_engine: Call
         assert min(rates, key=lambda rate: abs(rate - 200.0)) == pytest.approx(200.0, rel=0.03), (behaviour, rates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", ["reasoning", "reasoning_content", "reasoning_details"])
 def test_ttft_is_the_first_thought_and_content_is_told_apart(
     fake_engine: Callable[..., FakeEngine], field: str
@@ -141,6 +142,7 @@ def test_a_closed_loop_keeps_its_streams_busy_and_no_more(fake_engine: Callable[
     assert share > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arrival", ["constant", "poisson"])
 def test_an_open_loop_starts_by_its_schedule_not_by_completions(
     fake_engine: Callable[..., FakeEngine], arrival: str

@@ -323,6 +323,7 @@ def test_baseline_and_verification_must_exist() -> None:
     search.check(SWEEP)
 
 
+@pytest.mark.slow
 def test_a_thousand_points_are_planned_and_chosen_from_in_seconds() -> None:
     """Planning made the whole schema per point (80 ms each), and choosing held every result against every other."""
     swept = make_experiment(grid={"engine.args.max-num-seqs": list(range(1, 1001))})
