@@ -33,6 +33,7 @@ def short(**changes: Any) -> Workload:
     return Workload(**{"num_prompts": 4, "output_tokens": 16, "stall_s": 20.0, **changes})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("kind", ["chat", "completion", "prefill", "tokens"])
 def test_every_kind_of_request_on_every_engine(fake_engine: Callable[..., FakeEngine], dialect: str, kind: str) -> None:
@@ -192,6 +193,7 @@ def test_the_client_watches_itself(fake_engine: Callable[..., FakeEngine]) -> No
     assert 0 < window.client_cpu_share < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
 def test_models_are_listed_with_or_without_v1(
