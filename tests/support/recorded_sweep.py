@@ -23,9 +23,10 @@ REFUSED = {
 }
 
 
-def sweep_experiment(folder: Path) -> Experiment:
+def sweep_experiment(folder: Path, **sections: Any) -> Experiment:
+    """The sweep's experiment, with its store in `folder` unless `sections` says otherwise."""
     engine = EngineSpec(kind="vllm", model="dsv4", root=str(folder))
-    return make_experiment(folder, name="dspark-k-sweep", engine=engine, baseline="no-spec")
+    return replace(make_experiment(folder, name="dspark-k-sweep", engine=engine, baseline="no-spec"), **sections)
 
 
 def sweep_measurement(decode: float, k: int | None, noise: float = 0.005, **metrics: Quantity | None) -> Measurement:

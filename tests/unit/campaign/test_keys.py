@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from orchestrator.campaign import keys
-from orchestrator.config import EngineSpec, Placement, TrialSpec, Workload
+from orchestrator.config import EngineSpec, TrialSpec
 from orchestrator.environments import install
+from tests.support.builders import make_spec
 
 
 @pytest.fixture
@@ -23,8 +24,7 @@ def engine(tmp_path: Path) -> EngineSpec:
 
 
 def make_point(engine: EngineSpec, **args: Any) -> TrialSpec:
-    changed = replace(engine, args={**engine.args, **args})
-    return TrialSpec(name="point", params={}, engine=changed, placement=Placement(), workloads={"chat": Workload()})
+    return make_spec("point", engine=replace(engine, args={**engine.args, **args}))
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, room: Any, name: str) -> list[tuple[object, ...]]:

@@ -165,6 +165,7 @@ def test_every_verb_explains_itself(run: Run, verb: str) -> None:
     assert "Usage" in out
 
 
+@pytest.mark.slow
 def test_a_bench_of_a_server_that_runs(run: Run, fake_engine: Callable[..., object], tmp_path: Path) -> None:
     server = fake_engine("vllm", model="org/model")
     conf = tmp_path / "bench.yaml"

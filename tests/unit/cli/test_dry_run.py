@@ -16,7 +16,7 @@ from orchestrator.cli import dry_run
 from orchestrator.config import Experiment
 from orchestrator.errors import ConfigError, MachineError
 from orchestrator.outcome import TrialStatus
-from orchestrator.trial import TrialResult
+from tests.support.builders import make_result
 from tests.support.launches import FAKE_ENGINE, KINDS, marked, program
 
 
@@ -127,7 +127,7 @@ def test_the_estimate_comes_from_trials_that_were_timed_here(tmp_path: Path) -> 
         folder.mkdir(parents=True)
         phases = {"starting": seconds - 10, "measuring": 10.0}
         status = TrialStatus.COMPLETE if seconds > 10 else TrialStatus.REFUSED
-        trial.write_result(TrialResult(spec=spec, status=status, phases_s=phases), folder)
+        trial.write_result(make_result(spec, status=status, phases_s=phases), folder)
     (folder / "result.json").with_name("torn.json").write_text("{")
     plan = dry_run.plan_campaign(sweep)
     # The median of the three that were measured, for two points and twice two confirmations.

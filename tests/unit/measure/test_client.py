@@ -33,6 +33,7 @@ def short(**changes: Any) -> Workload:
     return Workload(**{"num_prompts": 4, "output_tokens": 16, "stall_s": 20.0, **changes})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("kind", ["chat", "completion", "prefill", "tokens"])
 def test_every_kind_of_request_on_every_engine(fake_engine: Callable[..., FakeEngine], dialect: str, kind: str) -> None:
@@ -70,6 +71,7 @@ def test_decode_rate_is_the_engines_own_whatever_a_chunk_holds(fake_engine: Call
         assert min(rates, key=lambda rate: abs(rate - 200.0)) == pytest.approx(200.0, rel=0.03), (behaviour, rates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", ["reasoning", "reasoning_content", "reasoning_details"])
 def test_ttft_is_the_first_thought_and_content_is_told_apart(
     fake_engine: Callable[..., FakeEngine], field: str
@@ -141,6 +143,7 @@ def test_a_closed_loop_keeps_its_streams_busy_and_no_more(fake_engine: Callable[
     assert share > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arrival", ["constant", "poisson"])
 def test_an_open_loop_starts_by_its_schedule_not_by_completions(
     fake_engine: Callable[..., FakeEngine], arrival: str
@@ -190,6 +193,7 @@ def test_the_client_watches_itself(fake_engine: Callable[..., FakeEngine]) -> No
     assert 0 < window.client_cpu_share < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
 def test_models_are_listed_with_or_without_v1(

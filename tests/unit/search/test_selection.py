@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from orchestrator import search
 from orchestrator.config import Confirm, Objective, Serving, Verify
 from orchestrator.errors import ConfigError
-from orchestrator.measure.metrics import Measurement, Quantity
+from orchestrator.measure.metrics import Quantity
 from orchestrator.measure.verdict import Level
 from orchestrator.outcome import TrialStatus
 from orchestrator.trial import TrialResult
@@ -69,7 +70,7 @@ def test_no_valid_result_is_an_answer_with_the_reasons_counted() -> None:
 
 def test_a_minimiser_does_not_love_what_is_absent() -> None:
     quickest = make_experiment(objective=Objective(metric=f"{WORKLOAD}/ttft_s", mode="min"))
-    absent = make_result("absent", measurements={WORKLOAD: Measurement(metrics={"ttft_s": None})})
+    absent = make_result("absent", measurements={WORKLOAD: make_measurement(ttft_s=None)})
     slow = make_result("slow", measurements={WORKLOAD: make_measurement(ttft_s=(0.9, 0.91, 0.92))})
     quick = make_result("quick", measurements={WORKLOAD: make_measurement(ttft_s=(0.3, 0.31, 0.32))})
     assert _name(search.select(quickest, [absent, slow, quick])) == "quick"
@@ -126,7 +127,7 @@ def test_a_given_tie_width_replaces_the_measured_noise() -> None:
 
 def _with_tail(name: str, rate: float, **tail: Quantity) -> TrialResult:
     rates = make_measurement(decode_tok_s=(rate, rate + 1, rate + 2))
-    return make_result(name, measurements={WORKLOAD: rates, TAIL: Measurement(metrics=dict(tail))})
+    return make_result(name, measurements={WORKLOAD: rates, TAIL: make_measurement(**tail)})
 
 
 def _constrained(text: str) -> TrialResult | search.Selection:
@@ -262,10 +263,9 @@ def test_lengths_within_tolerance_or_chance_are_not_marked() -> None:
 
 
 def test_the_pareto_front_drops_what_is_beaten_in_both() -> None:
-    def point(name: str, rate: float, ttft: float, **kind: object) -> TrialResult:
-        return make_result(
-            name, measurements={WORKLOAD: make_measurement(decode_tok_s=(rate,), ttft_s=(ttft,))}, **kind
-        )  # type: ignore[arg-type]
+    def point(name: str, rate: float, ttft: float, **fields: Any) -> TrialResult:
+        measured = make_measurement(decode_tok_s=(rate,), ttft_s=(ttft,))
+        return make_result(name, measurements={WORKLOAD: measured}, **fields)
 
     results = [
         point("fast", 300, 0.9),
@@ -323,6 +323,7 @@ def test_baseline_and_verification_must_exist() -> None:
     search.check(SWEEP)
 
 
+@pytest.mark.slow
 def test_a_thousand_points_are_planned_and_chosen_from_in_seconds() -> None:
     """Planning made the whole schema per point (80 ms each), and choosing held every result against every other."""
     swept = make_experiment(grid={"engine.args.max-num-seqs": list(range(1, 1001))})

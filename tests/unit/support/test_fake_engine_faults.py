@@ -29,6 +29,8 @@ from tests.support.fake.talk import (
     timed,
 )
 
+pytestmark = pytest.mark.slow
+
 # --- streams that are wrong ------------------------------------------------------------------------------------------
 
 
@@ -83,7 +85,6 @@ def test_reasoning_under_each_name(fake_engine: Callable[..., FakeEngine], field
     assert all(delta["content"] is None for delta in thinking)
 
 
-@pytest.mark.slow
 def test_tool_calls_and_grouped_chunks(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", tool_call=True)
     got = events(ask(engine, chat(engine, tokens=5)))
@@ -100,7 +101,6 @@ def test_tool_calls_and_grouped_chunks(fake_engine: Callable[..., FakeEngine]) -
     assert nearest(0.01, tpot) == pytest.approx(0.01, rel=0.03)
 
 
-@pytest.mark.slow
 def test_ways_of_writing_change_no_text(fake_engine: Callable[..., FakeEngine]) -> None:
     engine = fake_engine("vllm", text="prose", tokens_per_s=2000)
     body = chat(engine, tokens=300)

@@ -25,6 +25,7 @@ def test_reading_makes_no_store(tmp_path: Path) -> None:
         tracking.load_run(tracking.store_uri(experiment), "abc")
 
 
+@pytest.mark.slow
 def test_the_champion_and_the_one_before(experiment: Experiment, tmp_path: Path) -> None:
     results = [sweep_result(experiment, k, 200.0 + k, tmp_path) for k in (5, 6)]
     recorded_campaign(experiment, results, results[1])
@@ -100,6 +101,7 @@ def test_a_run_that_holds_no_result_is_told(store: tuple[Tracker, Experiment]) -
         tracking.load_run(tracking.store_uri(experiment), tracker.campaign_id)
 
 
+@pytest.mark.slow
 def test_a_trial_is_found_by_its_name(experiment: Experiment, tmp_path: Path) -> None:
     uri = tracking.store_uri(experiment)
     other = replace(experiment, name="other")

@@ -16,6 +16,7 @@ from tests.support.mlflow_store import client_of, runs_of
 from tests.support.recorded_sweep import MEMORY_SERIES, sweep_result
 
 
+@pytest.mark.slow
 def test_replay_records_what_is_missing_and_nothing_twice(experiment: Experiment, tmp_path: Path) -> None:
     home = tmp_path / "campaign"
     results = [sweep_result(experiment, k, 200.0 + k, home / "trials") for k in (5, 6, 7)]

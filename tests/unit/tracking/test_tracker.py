@@ -17,6 +17,8 @@ from tests.support.builders import WORKLOAD, K, make_spec, with_verdict
 from tests.support.mlflow_store import client_of, recorded_campaign, runs_of
 from tests.support.recorded_sweep import MEMORY_SERIES, sweep_measurement, sweep_result
 
+pytestmark = pytest.mark.slow
+
 
 def test_results_read_back_are_the_results_that_were_written(experiment: Experiment, tmp_path: Path) -> None:
     results = [sweep_result(experiment, k, decode, tmp_path) for k, decode in [(None, 92.9), (4, None), (6, 275.9)]]
