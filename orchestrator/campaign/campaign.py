@@ -21,9 +21,7 @@ from orchestrator.campaign.keys import add_keys
 from orchestrator.campaign.launches import Account, Event, Launch, Sampler
 from orchestrator.campaign.ledger import Ledger, claim_folder
 from orchestrator.config import Experiment, TrialSpec, trial_spec
-from orchestrator.measure.verdict import Level
 from orchestrator.outcome import TrialStatus
-from orchestrator.search.objective import find_misses
 from orchestrator.search.space import point_name
 from orchestrator.tracking import Recorded
 from orchestrator.trial import TrialResult
@@ -177,7 +175,7 @@ class Campaign:
         if result.status is TrialStatus.INFRASTRUCTURE and launch.attempt < MAX_ATTEMPTS and not self.stopped:
             self._queue.append(replace(launch, attempt=launch.attempt + 1))
         else:
-            self._tell_sampler(launch.id, self._sampler_value(result))
+            self._tell_sampler(launch.id, search.value_for_sampler(self.experiment, result))
         self.bookkeeping.record(result)
         self._emit(launch, None, result)
         note = self.budget.forecast(self.results.values(), [queued.spec.name for queued in self._queue])
@@ -257,7 +255,7 @@ class Campaign:
                 twin = self.launches[-1]
             self._samples.setdefault(twin.id, []).append(sample_id)
             if twin.id in self.results:
-                self._tell_sampler(twin.id, self._sampler_value(self.results[twin.id]))
+                self._tell_sampler(twin.id, search.value_for_sampler(self.experiment, self.results[twin.id]))
 
     def _make_name_unique(self, spec: TrialSpec) -> TrialSpec:
         names = {launch.spec.name for launch in self.launches}
@@ -268,14 +266,6 @@ class Campaign:
         for sample_id in self._samples.pop(launch_id, ()):
             assert self.sampler is not None
             self.sampler.tell(sample_id, value)
-
-    def _sampler_value(self, result: TrialResult) -> float | None:
-        """The objective of a result that may compete; None for one that may not, which is an infeasible point."""
-        missed, _ = find_misses(self.experiment, result)
-        quantity = search.score(self.experiment, result)
-        measured = result.status in (TrialStatus.COMPLETE, TrialStatus.PRUNED)
-        believed = result.verdict is not None and result.verdict.level is not Level.INVALID
-        return quantity.value if quantity and measured and believed and not missed else None
 
     def _break_circuit(self, result: TrialResult) -> None:
         """Stop when the machine or the environment fails alike several times in a row: further starts would too."""

@@ -14,8 +14,7 @@ from orchestrator.config import EngineSpec, Experiment, Placement, TrialSpec, tr
 from orchestrator.engines import LaunchPlan, find_engine
 from orchestrator.engines.flags import check_flags
 from orchestrator.errors import ConfigError, MachineError
-from orchestrator.masking import mask_env
-from orchestrator.node.program import check_program, query_environment, shell_line
+from orchestrator.node.program import check_program, public_env, query_environment, shell_line
 from orchestrator.outcome import TrialStatus
 
 HELP_TIMEOUT_S = 120.0
@@ -40,7 +39,7 @@ class CampaignPlan:
                 {
                     "name": spec.name,
                     "argv": list(plan.argv),
-                    "env": mask_env(plan.env),
+                    "env": public_env(plan),
                     "placement": {"gpus": spec.placement.gpus, "cpus": spec.placement.cpus},
                 }
                 for spec, plan in self.launches

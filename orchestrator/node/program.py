@@ -24,9 +24,14 @@ _NOT_INHERITED = re.compile(
 _LIBRARY_SETTINGS = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "TRITON_", "FLASHINFER_", "HF_", "OMP_", "MKL_", "KMP_")
 
 
+def public_env(plan: LaunchPlan) -> dict[str, str]:
+    """What the plan adds to the environment, secrets masked."""
+    return mask_env(plan.env)
+
+
 def shell_line(plan: LaunchPlan) -> str:
     """The plan as one line for a shell, secrets masked."""
-    variables = [f"{name}={shlex.quote(value)}" for name, value in mask_env(plan.env).items()]
+    variables = [f"{name}={shlex.quote(value)}" for name, value in public_env(plan).items()]
     return " ".join([*variables, shlex.join(plan.argv)])
 
 

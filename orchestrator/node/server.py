@@ -15,11 +15,11 @@ from typing import Any
 
 from orchestrator.engines.base import Engine, LaunchPlan
 from orchestrator.errors import EngineFailure
-from orchestrator.masking import mask_env
 from orchestrator.measure.client import Target
 from orchestrator.node import gpus, leftovers
 from orchestrator.node.keeper import shared_memory
 from orchestrator.node.memory import tree_pids
+from orchestrator.node.program import public_env
 from orchestrator.outcome import Diagnosis, TrialStatus
 
 LISTEN_S = 0.025
@@ -103,7 +103,7 @@ class Server:
         """What is written down of this start: argv, environment (secrets masked), where it ran."""
         return {
             "argv": list(self.plan.argv),
-            "env": mask_env(self.plan.env),
+            "env": public_env(self.plan),
             "given_env": dict(self.given_env),
             "gpu_ids": list(self.gpu_ids),
             "base_url": self.plan.base_url,

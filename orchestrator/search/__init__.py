@@ -7,7 +7,7 @@ be measured. selection: which result wins.
 from orchestrator.search.comparison import baseline, pareto, with_campaign_metrics
 from orchestrator.search.objective import score, value
 from orchestrator.search.pruning import clearly_worse, hopeless, in_order
-from orchestrator.search.selection import Selection, check, confirmations, select
+from orchestrator.search.selection import Selection, check, confirmations, select, value_for_sampler
 from orchestrator.search.space import Dimension, Plan, Skipped, check_engines, draw, plan, points
 
 __all__ = [
@@ -29,5 +29,6 @@ __all__ = [
     "score",
     "select",
     "value",
+    "value_for_sampler",
     "with_campaign_metrics",
 ]

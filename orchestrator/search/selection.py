@@ -109,6 +109,15 @@ def select(experiment: Experiment, results: Sequence[TrialResult]) -> Selection:
     )
 
 
+def value_for_sampler(experiment: Experiment, result: TrialResult) -> float | None:
+    """The objective of a result that may compete; None for one that may not, which is an infeasible point."""
+    missed, _ = find_misses(experiment, result)
+    quantity = score(experiment, result)
+    measured = result.status in (TrialStatus.COMPLETE, TrialStatus.PRUNED)
+    believed = result.verdict is not None and result.verdict.level is not Level.INVALID
+    return quantity.value if quantity and measured and believed and not missed else None
+
+
 def confirmations(experiment: Experiment, selection: Selection) -> list[TrialSpec]:
     """confirm.launches more of each finalist, interleaved (A B A B), because two starts of the same command differ."""
     confirm = experiment.search.confirm
