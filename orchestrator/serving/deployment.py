@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -39,6 +39,7 @@ class Deployment:
     experiment: Experiment
     key: str | None = None
     pass_key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    _end_pause: Callable[[], None] = lambda: None
 
     @property
     def name(self) -> str:
@@ -138,11 +139,16 @@ class Deployment:
 
         renewing = threading.Thread(target=renew, name="pause", daemon=True)
         renewing.start()
+
+        def end() -> None:
+            done.set()
+            renewing.join()
+
+        self._end_pause = end
         try:
             yield
         finally:
-            done.set()
-            renewing.join()
+            end()
 
     def drain(self, timeout_s: float = DRAIN_S) -> int:
         """Wait until the running requests have ended. Returns how many have not."""
@@ -156,6 +162,8 @@ class Deployment:
 
     def open(self, verified: str | None) -> None:
         """Let everybody in; `verified` is the version that passed."""
+        # A renewal that is under way would arrive behind us and close the gateway again.
+        self._end_pause()
         self._gateway("open", verified)
 
     def delete(self) -> None:
