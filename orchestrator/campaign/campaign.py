@@ -55,7 +55,7 @@ def open_campaign(
             skipped=skipped,
             on_event=on_event,
         )
-        campaign.enqueue(search.in_order(experiment, add_keys(specs)))
+        campaign.enqueue(search.pass_order(experiment, add_keys(specs), 1))
         campaign.sampler = make_sampler(experiment, ledger)
         campaign.bookkeeping.start(ledger.folder)
         try:
@@ -81,7 +81,9 @@ class Campaign:
     results: dict[str, TrialResult] = field(default_factory=dict)
     interrupted: str | None = None
     stopped: str | None = None
-    _confirming: bool = False
+    notes: list[str] = field(default_factory=list)
+    _is_over: bool = False
+    _pass_number: int = 1
     _queue: deque[Launch] = field(default_factory=deque)
     _running: dict[str, Launch] = field(default_factory=dict)
     _started: dict[str, str] = field(default_factory=dict)
@@ -102,17 +104,18 @@ class Campaign:
         """Queue one launch of each point, but take the result where the folder has it from an earlier driver."""
         for spec in specs:
             number = 1 + sum(launch.spec.key == spec.key for launch in self.launches)
-            launch = Launch(spec=spec, launch=number)
+            named = replace(spec, name=f"{spec.name}#{number}") if number > 1 else spec
+            launch = Launch(spec=named, launch=number, pass_number=self._pass_number)
             self.launches.append(launch)
             result = self.ledger.read_result(launch.id)
             if result is None:
                 self._queue.append(launch)
             else:
-                self.results[launch.id] = replace(result, spec=spec)
+                self.results[launch.id] = replace(result, spec=named, pass_number=launch.pass_number)
                 self._earlier.add(launch.id)
 
     def wants_more(self) -> bool:
-        """Whether a launch waits in the queue, after a sampler or the confirmations were asked for more."""
+        """Whether a launch waits in the queue, after a sampler or the next pass was asked for more."""
         if self.interrupted or self.stopped:
             return False
         self._refill()
@@ -142,7 +145,7 @@ class Campaign:
             return
         self.skipped.append((launch.spec.name, why))
         self._dropped.add(launch.id)
-        self._tell_sampler(launch.id, None)
+        self._tell_sampler(launch.id)
 
     def mark_started(self, trial_id: str, launch: Launch) -> None:
         """Take note that a launch was handed over; trial_id is the caller's name for it."""
@@ -164,7 +167,8 @@ class Campaign:
         self._running = {k: v for k, v in self._running.items() if v != launch}
         if self.interrupted and result.cause in LOST:
             return
-        result = result if result.started_at else replace(result, started_at=self._started.get(launch.id, ""))
+        started_at = result.started_at or self._started.get(launch.id, "")
+        result = replace(result, started_at=started_at, pass_number=launch.pass_number)
         # A trial masks the secrets in what it writes. Another launch of the point needs them.
         self.results[launch.id] = replace(result, spec=launch.spec)
         try:
@@ -175,7 +179,7 @@ class Campaign:
         if result.status is TrialStatus.INFRASTRUCTURE and launch.attempt < MAX_ATTEMPTS and not self.stopped:
             self._queue.append(replace(launch, attempt=launch.attempt + 1))
         else:
-            self._tell_sampler(launch.id, search.value_for_sampler(self.experiment, result))
+            self._tell_sampler(launch.id)
         self.bookkeeping.record(result)
         self._emit(launch, None, result)
         note = self.budget.forecast(self.results.values(), [queued.spec.name for queued in self._queue])
@@ -192,6 +196,7 @@ class Campaign:
         """Close the record. Returns the results with the numbers that compare trials, and the choice among them."""
         results = search.with_campaign_metrics(self.ordered_results(), self.experiment)
         selection = search.select(self.experiment, results)
+        selection = replace(selection, notes=(*selection.notes, *self.notes))
         status = "KILLED" if self.interrupted else "FINISHED"
         return self.bookkeeping.finish(status, results, selection.best), selection
 
@@ -199,13 +204,13 @@ class Campaign:
         """Results in the order in which their launches were planned."""
         return [self.results[launch.id] for launch in self.launches if launch.id in self.results]
 
-    def incumbent(self) -> TrialResult | None:
-        """The best so far, which a trial that may stop early is compared with. None without search.stop_early.
+    def incumbent(self, launch: Launch) -> TrialResult | None:
+        """The best so far, which a launch that may stop early is compared with. None without search.stop_early.
 
-        The baseline may stop early too: it is the slowest point of most sweeps, and in full it takes a third of the
-        measuring time.
+        The baseline may stop early too: it is the slowest point of most sweeps. What is started again may still win, so
+        it is measured to its end.
         """
-        if not self.experiment.search.stop_early:
+        if not self.experiment.search.stop_early or launch.pass_number > 1:
             return None
         return search.select(self.experiment, self.ordered_results()).best
 
@@ -231,13 +236,20 @@ class Campaign:
         }
 
     def _refill(self) -> None:
-        """Queue the sampler's next point; once everything has ended, the finalists again (A B A B)."""
-        if not self._queue and self.sampler is not None:
+        """Queue the sampler's next point; once a pass has ended, the next pass of those that may still win."""
+        if not self._queue and self.sampler is not None and self._pass_number == 1:
             self._draw(self.sampler)
-        if not self._queue and not self._running and not self._confirming:
-            self._confirming = True
-            selection = search.select(self.experiment, self.ordered_results())
-            self.enqueue(search.confirmations(self.experiment, selection))
+        # Of a pass that the folder holds whole, nothing is queued.
+        while not self._queue and not self._running and not self._is_over:
+            results = self.ordered_results()
+            specs = search.next_pass(self.experiment, results, self._pass_number + 1)
+            out_of_time = self.budget.refusal(results) if specs else None
+            self._is_over = not specs or out_of_time is not None
+            if out_of_time is not None:
+                self.notes.append(f"no pass {self._pass_number + 1}: {out_of_time}")
+            elif specs:
+                self._pass_number += 1
+                self.enqueue(specs)
 
     def _draw(self, sampler: Sampler) -> None:
         """Queue one point that was not launched yet; for a point that was, give the sampler the value it has."""
@@ -255,16 +267,22 @@ class Campaign:
                 twin = self.launches[-1]
             self._samples.setdefault(twin.id, []).append(sample_id)
             if twin.id in self.results:
-                self._tell_sampler(twin.id, search.value_for_sampler(self.experiment, self.results[twin.id]))
+                self._tell_sampler(twin.id)
 
     def _make_name_unique(self, spec: TrialSpec) -> TrialSpec:
         names = {launch.spec.name for launch in self.launches}
         candidates = (f"{spec.name}~{n}" if n > 1 else spec.name for n in range(1, len(names) + 2))
         return replace(spec, name=next(name for name in candidates if name not in names))
 
-    def _tell_sampler(self, launch_id: str, value: float | None) -> None:
-        for sample_id in self._samples.pop(launch_id, ()):
-            assert self.sampler is not None
+    def _tell_sampler(self, launch_id: str) -> None:
+        """Report the objective of a launch that has ended; a launch that was skipped is an infeasible point."""
+        sample_ids, result = self._samples.pop(launch_id, []), self.results.get(launch_id)
+        if self.sampler is None or not sample_ids:
+            return
+        value = None
+        if result is not None:
+            value = search.value_for_sampler(self.experiment, self.ordered_results(), result)
+        for sample_id in sample_ids:
             self.sampler.tell(sample_id, value)
 
     def _break_circuit(self, result: TrialResult) -> None:

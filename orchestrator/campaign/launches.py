@@ -23,11 +23,15 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One start of one point. launch numbers the point's measurements, attempt the tries of this one; both from 1."""
+    """One start of one point. launch numbers the point's measurements, attempt the tries of this one; both from 1.
+
+    pass_number: the pass of the campaign that starts it, from 1.
+    """
 
     spec: TrialSpec
     launch: int = 1
     attempt: int = 1
+    pass_number: int = 1
 
     @property
     def id(self) -> str:

@@ -22,13 +22,16 @@ HELP_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CampaignPlan:
-    """Every launch that a campaign would make. estimate_s is None until a trial of this experiment was timed here."""
+    """Every point that a campaign would start. num_starts and estimate_s: the fewest and the most.
+
+    estimate_s is None until a trial of this experiment was timed here.
+    """
 
     experiment: Experiment
     launches: tuple[tuple[TrialSpec, LaunchPlan], ...]
     skipped: tuple[tuple[str, str], ...]
-    num_starts: int
-    estimate_s: float | None
+    num_starts: tuple[int, int]
+    estimate_s: tuple[float, float] | None
     warnings: tuple[str, ...]
 
     def document(self) -> dict[str, Any]:
@@ -45,8 +48,8 @@ class CampaignPlan:
                 for spec, plan in self.launches
             ],
             "skipped": [{"name": name, "reason": reason} for name, reason in self.skipped],
-            "num_starts": self.num_starts,
-            "estimate_s": self.estimate_s,
+            "num_starts": dict(zip(("least", "most"), self.num_starts, strict=True)),
+            "estimate_s": self.estimate_s and dict(zip(("least", "most"), self.estimate_s, strict=True)),
             "warnings": list(self.warnings),
         }
 
@@ -57,7 +60,8 @@ class CampaignPlan:
         where = (
             f"each on {(places or [_describe_place(self.experiment.placement)])[0]}" if alike else "of several sizes"
         )
-        text = [f"{self.experiment.name}: {len(self.launches)} trials, {self.num_starts} engine starts, {where}"]
+        starts = describe_range(*self.num_starts)
+        text = [f"{self.experiment.name}: {len(self.launches)} points, {starts} engine starts, {where}"]
         for number, ((spec, plan), place) in enumerate(zip(self.launches, places, strict=True), start=1):
             text += ["", f"# {number} {spec.name}" + ("" if alike else f", on {place}"), shell_line(plan)]
         text += ["", *(f"skipped {name}: {why}" for name, why in self.skipped)] if self.skipped else []
@@ -66,9 +70,14 @@ class CampaignPlan:
         else:
             text += [
                 "",
-                f"About {self.estimate_s / 60:.0f} min, from the trials of this experiment that were timed here.",
+                f"About {describe_range(*(round(s / 60) for s in self.estimate_s))} min, from the trials of this "
+                "experiment that were timed here.",
             ]
         return text
+
+
+def describe_range(least: int, most: int) -> str:
+    return f"{least} to {most}" if least != most else str(least)
 
 
 def _describe_place(placement: Placement) -> str:
@@ -88,17 +97,16 @@ def plan_campaign(experiment: Experiment) -> CampaignPlan:
         launches=launches,
         skipped=tuple(skipped),
         num_starts=num_starts,
-        estimate_s=None if duration_s is None else duration_s * num_starts,
+        estimate_s=None if duration_s is None else (duration_s * num_starts[0], duration_s * num_starts[1]),
         warnings=tuple(warnings),
     )
 
 
-def count_starts(experiment: Experiment, num_points: int) -> int:
-    """Engine starts of a campaign: the points, the draws of a sampler, and the confirmations of the finalists."""
-    confirm = experiment.search.confirm
+def count_starts(experiment: Experiment, num_points: int) -> tuple[int, int]:
+    """(fewest, most) engine starts of a campaign of the points and, with a sampler, of its draws."""
     if experiment.search.sampler == "tpe":
         num_points += experiment.search.num_samples
-    return num_points + min(confirm.top, num_points) * confirm.launches
+    return search.count_starts(experiment, num_points)
 
 
 def check_startable(experiment: Experiment) -> None:

@@ -80,12 +80,12 @@ def _collect(name: str, ask: Callable[[], Iterator[Check]]) -> list[Check]:
 def _check_configuration(experiment: Experiment) -> Iterator[Check]:
     search.check(experiment)
     specs, skipped = search.points(experiment)
-    starts = dry_run.count_starts(experiment, len(specs))
+    starts = dry_run.describe_range(*dry_run.count_starts(experiment, len(specs)))
     left_out = f", {len(skipped)} skipped: {skipped[0][0]}: {skipped[0][1]}" if skipped else ""
     yield Check(
         name="configuration",
         ok=bool(specs),
-        detail=f"{len(specs)} trials, {starts} engine starts{left_out}; "
+        detail=f"{len(specs)} points, {starts} engine starts{left_out}; "
         f"workloads: {', '.join(experiment.workloads) or 'none'}",
     )
 

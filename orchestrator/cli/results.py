@@ -78,7 +78,8 @@ def print_results(
     from orchestrator import report
 
     if as_json:
-        print_json(report.document(experiment, recorded, selection.best) | (more or {}))
+        choice = {"choice": report.choice_document(selection)}
+        print_json(report.document(experiment, recorded, selection.best) | choice | (more or {}))
         return
     print_table(report.campaign_table(experiment, recorded, selection.best))
     print_lines(

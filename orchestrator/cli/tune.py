@@ -25,12 +25,17 @@ def tune(
     *,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print every command line, start nothing")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="skip the trials that are finished")] = False,
+    launches: Annotated[
+        int | None,
+        typer.Option(min=1, help="the most starts of one configuration; 1 is a quick look that proves nothing"),
+    ] = None,
     address: Annotated[str | None, typer.Option(help="join the Ray cluster at this address")] = None,
     as_json: Json = False,
 ) -> None:
     """Run an experiment: every configuration as a trial, measured, recorded, compared."""
     from orchestrator import config, search
 
+    overrides = [*(overrides or []), *([f"search.launches={launches}"] if launches else [])]
     experiment = config.load(conf, overrides)
     search.check(experiment)
     if dry_run:
@@ -85,7 +90,7 @@ def _run_campaign(
         open_campaign(experiment, resume=resume, on_event=on_event, make_sampler=sampler.make_sampler) as campaign,
     ):
         print_message(
-            f"{experiment.name}: {len(campaign.launches)} trials planned, {len(campaign.results)} already finished, "
+            f"{experiment.name}: {len(campaign.launches)} launches planned, {len(campaign.results)} already finished, "
             f"{len(campaign.skipped)} skipped; folder {campaign.folder}"
         )
         if campaign.wants_more():

@@ -2,7 +2,6 @@
 
 from orchestrator.config.loading import flatten, load, parse_value, point_builder, to_yaml, trial_spec
 from orchestrator.config.schema import (
-    Confirm,
     EngineSpec,
     Experiment,
     Mode,
@@ -20,7 +19,6 @@ from orchestrator.config.schema import (
 )
 
 __all__ = [
-    "Confirm",
     "EngineSpec",
     "Experiment",
     "Mode",

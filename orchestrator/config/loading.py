@@ -24,6 +24,11 @@ _SCHEMAS: dict[str, Any] = {
     "workloads": DictConfig({}, element_type=Workload),
 }
 
+# Keys of earlier versions: (section, key, what does it now).
+_GONE = (
+    ("search", "confirm", "every campaign ends with more launches of what may win, at most search.launches of a point"),
+)
+
 
 def load(path: str | Path, overrides: list[str] | None = None) -> Experiment:
     """Read an experiment file, its groups and `key=value` overrides. Raises ConfigError, naming file and key."""
@@ -218,6 +223,9 @@ def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
 
 def _merge(origin: str, base: Any, layer: dict[str, Any]) -> Any:
     """Merge one layer, checking it against the schema first so that the message names the layer's origin."""
+    for section, key, instead in _GONE:
+        if isinstance(layer.get(section), dict) and key in layer[section]:
+            raise ConfigError(f"{origin}: {section}.{key}: is gone; {instead}")
     try:
         OmegaConf.merge(OmegaConf.structured(Experiment), _as_schema(layer))
         return OmegaConf.merge(base, layer)

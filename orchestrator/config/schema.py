@@ -126,16 +126,11 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Confirm:
-    """Start the finalists again, interleaved, before one is called the best."""
-
-    top: int = 0
-    launches: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """Which points are tried: variants plus the product of the grid, or draws from the space."""
+    """Which points are tried: variants plus the product of the grid, or draws from the space.
+
+    launches: the most starts of one point. Points that can no longer win have fewer.
+    """
 
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     grid: dict[str, list[Any]] = field(default_factory=dict)
@@ -146,24 +141,31 @@ class Search:
     baseline: str | None = None
     stop_early: bool = False
     time_budget_s: float | None = None
-    confirm: Confirm = field(default_factory=Confirm)
+    launches: int = 5
+
+    def __post_init__(self) -> None:
+        _require(self.launches >= 1, "search.launches", self.launches, "1 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What "best" means. `metric` is WORKLOAD/NAME; `mix` weighs workloads by their share of the tokens."""
+    """What "best" means. `metric` is WORKLOAD/NAME; `mix` weighs workloads by their share of the tokens.
+
+    tie: the share of the objective that may be lost for a preferred configuration (0.02 is 2%).
+    """
 
     metric: str | None = None
     mix: dict[str, float] | None = None
     mode: Mode = "max"
     constraints: list[str] = field(default_factory=list)
-    tie: float | None = None
+    tie: float = 0.02
     # Values are max or min (OmegaConf cannot check a Literal inside a mapping).
     prefer: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key, mode in self.prefer.items():
             _require(mode in ("max", "min"), f"objective.prefer.{key}", mode, "max or min")
+        _require(0 < self.tie < 1, "objective.tie", self.tie, "a share between 0 and 1, for example 0.02")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

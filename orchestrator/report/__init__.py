@@ -1,6 +1,7 @@
 """Results -> tables for people and JSON documents for programs, from the same objects."""
 
 from orchestrator.report.documents import (
+    choice_document,
     document,
     measurements_document,
     verdict_document,
@@ -12,6 +13,7 @@ from orchestrator.report.tables import campaign_table, measurements_table, peopl
 
 __all__ = [
     "campaign_table",
+    "choice_document",
     "compare",
     "document",
     "measurements_document",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
@@ -11,6 +12,10 @@ from orchestrator.config import Experiment
 from orchestrator.measure.metrics import Measurement
 from orchestrator.measure.quantity import quantity_document
 from orchestrator.measure.verdict import Verdict
+from orchestrator.outcome import TrialStatus
+from orchestrator.search.arms import pool_points
+from orchestrator.search.selection import Selection
+from orchestrator.search.space import configuration_id
 from orchestrator.trial import TrialResult
 
 if TYPE_CHECKING:
@@ -30,8 +35,36 @@ def document(experiment: Experiment, results: Sequence[Recorded], best: TrialRes
     return {
         "experiment": experiment.name,
         "trials": [_trial_document(recorded) for recorded in results],
+        "points": points_document(experiment, results),
         "best": {"name": chosen.result.spec.name, "run_id": chosen.run_id} if chosen else None,
     }
+
+
+def choice_document(selection: Selection) -> dict[str, Any]:
+    """{decided, value, rivals, reason, excluded, notes, passes}: why the best is the best, and what is not proven."""
+    return {
+        "decided": selection.decided,
+        "value": quantity_document(selection.number),
+        "rivals": list(selection.rivals),
+        "reason": selection.reason,
+        "excluded": dict(selection.excluded),
+        "notes": list(selection.notes),
+        "passes": selection.passes,
+    }
+
+
+def points_document(experiment: Experiment, results: Sequence[Recorded]) -> list[dict[str, Any]]:
+    """[{name, launches, measurements, verdict}]: every point with what its launches yielded together."""
+    launches = Counter(configuration_id(r.result.spec) for r in results if r.result.status is TrialStatus.COMPLETE)
+    return [
+        {
+            "name": point.spec.name,
+            "launches": launches[configuration_id(point.spec)],
+            "measurements": measurements_document(point.measurements, point.verdicts),
+            "verdict": verdict_document(point.verdict),
+        }
+        for point in pool_points(experiment, [r.result for r in results])
+    ]
 
 
 CSV_COLUMNS = (
@@ -94,6 +127,7 @@ def _trial_document(recorded: Recorded) -> dict[str, Any]:
         "status": str(result.status),
         "cause": result.cause,
         "reason": result.reason,
+        "pass": result.pass_number,
         "params": dict(result.spec.params),
         "measurements": measurements_document(result.measurements, result.verdicts),
         "verdict": verdict_document(result.verdict),

@@ -21,6 +21,7 @@ from orchestrator.measure.metrics import METRICS, Quantity, metric_names
 from orchestrator.measure.quantity import quantity_document
 from orchestrator.report.cells import brief, interval
 from orchestrator.report.tables import plain_table
+from orchestrator.search.arms import pool_points
 from orchestrator.search.objective import objective_metrics, value
 from orchestrator.trial import TrialResult
 
@@ -95,7 +96,7 @@ def reference_document(experiment: Experiment, results: Sequence[Recorded]) -> d
             "ours": match.ours if isinstance(match.ours, str) else quantity_document(match.ours),
             "ratio": match.ratio,
         }
-        for match in _matches(experiment, reference, [r.result for r in results])
+        for match in _matches(experiment, reference, pool_points(experiment, [r.result for r in results]))
     ]
     return {"source": list(reference.source), "rows": rows}
 
@@ -105,7 +106,7 @@ def reference_table(experiment: Experiment, results: Sequence[Recorded]) -> Rend
     reference = find_reference(experiment)
     if reference is None:
         return Text(f"experiments/reference holds no published numbers named {experiment.name}")
-    matches = list(_matches(experiment, reference, [r.result for r in results]))
+    matches = list(_matches(experiment, reference, pool_points(experiment, [r.result for r in results])))
     labels = list(dict.fromkeys(key for match in matches for key in _labels(match.row)))
     rows = [
         [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING
 
@@ -17,7 +18,9 @@ from orchestrator.measure.verdict import Level
 from orchestrator.outcome import TrialStatus
 from orchestrator.report.cells import brief, interval, number, short, varying_params
 from orchestrator.report.documents import same_trial
+from orchestrator.search.arms import pool_points
 from orchestrator.search.comparison import pareto
+from orchestrator.search.space import configuration_id
 from orchestrator.trial import TrialResult
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ _COLUMNS = (
     "n",
 )
 _ALWAYS = ("status", "verdict")
+_MEASURED = (TrialStatus.COMPLETE, TrialStatus.PRUNED)
 # A parameter with a longer value (a list of rates) has no column; the trial's name identifies it.
 _WIDEST_PARAM = 24
 _MOST_PARAMS = 4
@@ -80,13 +84,18 @@ def measurements_table(measurements: Mapping[str, Measurement]) -> Table:
 
 
 def campaign_table(experiment: Experiment, results: Sequence[Recorded], best: TrialResult | None) -> RenderableType:
-    """One table per workload, the best marked; below them the failures with their levers, and the footnotes."""
-    trials = [recorded.result for recorded in results]
+    """One table per workload, a row per point, the best marked; below them the failures with their levers, and the
+    footnotes.
+    """
+    launches = [recorded.result for recorded in results]
+    trials = pool_points(experiment, launches)
+    counts = Counter(configuration_id(r.spec) for r in launches if r.status is TrialStatus.COMPLETE)
     parts: list[RenderableType] = []
     for i, workload in enumerate(_workloads(experiment, trials)):
         rows = [t for t in trials if workload in t.measurements or (i == 0 and not t.measurements)]
-        parts.append(_workload_table(workload, rows, best))
-    parts += [_explanations(trials), _footnotes(trials)]
+        parts.append(_workload_table(workload, rows, best, counts))
+    failed = [r for r in launches if r.status not in _MEASURED and not any(r is trial for trial in trials)]
+    parts += [_explanations([*trials, *failed]), _footnotes(trials, max(counts.values(), default=1))]
     return Group(*parts)
 
 
@@ -97,7 +106,9 @@ def _workloads(experiment: Experiment, trials: Sequence[TrialResult]) -> list[st
     return sorted(names, key=lambda name: name != first) or [""]
 
 
-def _workload_table(workload: str, rows: Sequence[TrialResult], best: TrialResult | None) -> Table:
+def _workload_table(
+    workload: str, rows: Sequence[TrialResult], best: TrialResult | None, counts: Mapping[str, int]
+) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), title=workload or None, title_justify="left", pad_edge=False)
     table.add_column("", width=1)
     table.add_column("trial", overflow="fold", min_width=8)
@@ -113,13 +124,17 @@ def _workload_table(workload: str, rows: Sequence[TrialResult], best: TrialResul
         left = name in ("status", "verdict")
         title = _memory_column(rows) if name == "memory" else name
         table.add_column(title, justify="left" if left else "right", overflow="fold")
+    if max(counts.values(), default=1) > 1:
+        table.add_column("launches", justify="right")
     front = pareto(rows, f"{workload}/decode_tok_s", f"{workload}/ttft_s")
     for result in rows:
-        is_best = same_trial(result, best)
+        identity = configuration_id(result.spec)
+        is_best = best is not None and identity == configuration_id(best.spec)
         on_front = len(front) > 1 and any(same_trial(result, other) for other in front)
         mark = "*" if is_best else "+" if on_front else ""
         params = [_param(result, key) for key in varying]
         words = [mark, result.spec.name, *params, *(cells[id(result)][name] for name in shown)]
+        words += [str(counts.get(identity, 0))] if max(counts.values(), default=1) > 1 else []
         table.add_row(*map(Text, words), style="bold green" if is_best else _style(result, workload))
     return table
 
@@ -150,7 +165,7 @@ def _cells(result: TrialResult, workload: str) -> dict[str, str]:
 
 
 def _style(result: TrialResult, workload: str) -> str:
-    if result.status not in (TrialStatus.COMPLETE, TrialStatus.PRUNED):
+    if result.status not in _MEASURED:
         return "red"
     verdict = result.verdicts.get(workload)
     return "yellow" if verdict and verdict.level != Level.VALID else ""
@@ -176,7 +191,7 @@ def _explanations(trials: Sequence[TrialResult]) -> RenderableType:
     lines: list[str] = []
     notes: dict[str, list[str]] = {}
     for result in trials:
-        if result.status not in (TrialStatus.COMPLETE, TrialStatus.PRUNED):
+        if result.status not in _MEASURED:
             cause = f" ({result.cause})" if result.cause else ""
             lines.append(f"{result.spec.name}: {result.status}{cause}: {result.reason or 'no reason recorded'}")
             lines += [f"    what helps: {result.lever}"] if result.lever else []
@@ -194,14 +209,29 @@ def _explanations(trials: Sequence[TrialResult]) -> RenderableType:
     return Group(Text(""), *map(Text, lines)) if lines else Group()
 
 
-def _footnotes(trials: Sequence[TrialResult]) -> RenderableType:
+def _footnotes(trials: Sequence[TrialResult], most_launches: int) -> RenderableType:
     unused = {"GPU GiB", "RSS GiB"} - {_memory_column(trials)}
     texts = {column: _metric_text(name) for column, name in _METRIC_OF.items() if column not in unused}
     notes = [f"{column}: {text}" for column, text in (texts | _OTHER_FOOTNOTES).items()]
     return Text(
-        "\n* the best.  + no other trial has both a higher decode rate and a lower TTFT.  Rates and times are medians "
-        "over repeats; behind the decode rate stands its 95% interval.  " + ".  ".join(notes) + ".",
+        f"\n* the best.  + no other has both a higher decode rate and a lower TTFT.  {_about_launches(most_launches)}"
+        + ".  ".join(notes)
+        + ".",
         style="dim",
+    )
+
+
+def _about_launches(most: int) -> str:
+    """What the intervals are taken over, and so what they cannot say."""
+    if most > 1:
+        return (
+            "Rates and times are means over launches, each launch the median over its repeats.  Behind the decode rate "
+            "stands its 95% interval: over launches, or in a row with one launch over its repeats, which says nothing "
+            "about the next start.  "
+        )
+    return (
+        "Rates and times are medians over the repeats of one launch.  Behind the decode rate stands its 95% interval "
+        "over these repeats, which says nothing about the next start.  "
     )
 
 

@@ -13,19 +13,27 @@ from orchestrator.measure.quantity import ratio
 from orchestrator.measure.verdict import Level, worst
 from orchestrator.outcome import TrialStatus
 from orchestrator.search.objective import direction, value
+from orchestrator.search.space import configuration_id
 from orchestrator.trial import TrialResult
 
 
-def baseline(experiment: Experiment, results: Sequence[TrialResult]) -> TrialResult | None:
-    """The result that speed-ups are held against; None when none is named or it was not measured."""
-    return next((r for r in results if r.spec.name == experiment.search.baseline and r.measurements), None)
-
-
 def with_campaign_metrics(results: Sequence[TrialResult], experiment: Experiment) -> list[TrialResult]:
-    """The results with what only a comparison knows: `speedup` per workload, and the checks among peers."""
-    reference = baseline(experiment, results)
-    compared = [_with_speedup(result, reference) for result in results]
+    """The results with what only a comparison knows: `speedup` per workload, and the checks among peers.
+
+    A speed-up is held against the baseline's launch in the same pass, so that what the machine did in between cancels.
+    It is absent where that launch is missing or its numbers are invalid.
+    """
+    baselines = _baseline_launches(results, experiment)
+    compared = [_with_speedup(result, baselines) for result in results]
     return [_with_peers_judged(result, compared) for result in compared]
+
+
+def _baseline_launches(results: Sequence[TrialResult], experiment: Experiment) -> list[TrialResult]:
+    first = next((r for r in results if r.spec.name == experiment.search.baseline), None)
+    if first is None:
+        return []
+    identity = configuration_id(first.spec)
+    return [r for r in results if r.measurements and configuration_id(r.spec) == identity]
 
 
 def pareto(results: Sequence[TrialResult], a: str, b: str) -> list[TrialResult]:
@@ -48,12 +56,15 @@ def pareto(results: Sequence[TrialResult], a: str, b: str) -> list[TrialResult]:
     return [result for *_, result in sorted(front, key=lambda point: -point[0])]
 
 
-def _with_speedup(result: TrialResult, reference: TrialResult | None) -> TrialResult:
+def _with_speedup(result: TrialResult, baselines: Sequence[TrialResult]) -> TrialResult:
+    reference = next((r for r in baselines if r.pass_number == result.pass_number), None)
     measurements = dict(result.measurements)
     for workload, measurement in result.measurements.items():
-        base = reference.measurements.get(workload) if reference else None
+        verdict = reference.verdicts.get(workload) if reference else None
+        is_believed = verdict is None or verdict.level is not Level.INVALID
+        base = reference.measurements.get(workload) if reference and is_believed else None
         gain = _speedup(measurement, base) if base else None
-        if reference is not None and result.spec.name == reference.spec.name and gain is not None:
+        if gain is not None and result in baselines:
             gain = Quantity(value=1.0, n=gain.n)
         measurements[workload] = replace(measurement, metrics={**measurement.metrics, "speedup": gain})
     return replace(result, measurements=measurements)

@@ -162,11 +162,6 @@ def settings(spec: TrialSpec) -> dict[str, Any]:
     return flatten({"engine": asdict(spec.engine), "placement": asdict(spec.placement), "workloads": workloads})
 
 
-def prefers(objective: Objective, first: TrialSpec, second: TrialSpec) -> bool:
-    """Whether `first` wins a tie against `second` by objective.prefer alone."""
-    return preference(objective, first) < preference(objective, second)
-
-
 def direction(metric: str) -> Mode:
     """Whether the larger ("max") or the smaller ("min") value is better. Raises ConfigError on an unknown metric."""
     return _row(metric, repr(metric)).better

@@ -1,6 +1,6 @@
 """What need not be measured: points an earlier trial proves hopeless, and trials that can no longer win.
 
-Every cut names its reason; none may change the winner (experiments/search-efficiency holds that by simulation).
+Every cut names its reason; none may change the winner (experiments/decision-quality holds that by simulation).
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from orchestrator.config import Experiment, Objective, TrialSpec, flatten
+from orchestrator.config import Objective, TrialSpec, flatten
 from orchestrator.engines import Engine, find_engine
 from orchestrator.measure.metrics import Measurement
 from orchestrator.measure.verdict import Level
 from orchestrator.outcome import TrialStatus
-from orchestrator.search.objective import is_rate, objective_metrics, prefers, weighted_mean
+from orchestrator.search.decision import ASSUMED_LAUNCH_SD
+from orchestrator.search.objective import is_rate, objective_metrics, weighted_mean
 from orchestrator.trial import TrialResult
 
 # Relative spread of one repeat that is assumed before anything is known, and how many observations that counts as.
@@ -26,11 +27,9 @@ PRIOR_WEIGHT = 4
 GIVEN_UP = 1.6
 # A median of few repeats spreads more than their mean does.
 MEDIAN_OVER_MEAN = 1.25
-# Two-sided 95% points of Student's t by degrees of freedom: how far apart two results of few repeats can be a tie.
-TIE_T95 = {0: 12.71, 1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}
-TIE_T95_MORE = 2.57
-# To win against a preferred incumbent a result must end this many standard errors above it, or better.
-AHEAD = 2.0
+# Two launches, each of one configuration, may differ by so much for no reason (three standard deviations): a result
+# that is less far behind may still win when both are started again.
+LAUNCHES_MAY_DIFFER = 3 * math.sqrt(2) * ASSUMED_LAUNCH_SD
 
 
 def hopeless(spec: TrialSpec, results: Sequence[TrialResult]) -> str | None:
@@ -41,40 +40,20 @@ def hopeless(spec: TrialSpec, results: Sequence[TrialResult]) -> str | None:
     return None
 
 
-def in_order(experiment: Experiment, specs: Sequence[TrialSpec]) -> list[TrialSpec]:
-    """The order in which to start. As written; with stop_early the middle of the grid first and the baseline last.
-
-    A good result early is what lets the others stop early, and the optimum of a sweep is seldom at its ends.
-    """
-    search = experiment.search
-    if not search.stop_early:
-        return list(specs)
-
-    def distance(spec: TrialSpec) -> tuple[int, float]:
-        if spec.name == search.baseline:
-            return 2, 0.0
-        if not search.grid or any(spec.params.get(key) not in values for key, values in search.grid.items()):
-            return 1, 0.0
-        ranks = [(values.index(spec.params[key]), len(values)) for key, values in search.grid.items()]
-        return 0, sum(abs(rank - (count - 1) / 2) / count for rank, count in ranks)
-
-    return sorted(specs, key=distance)
-
-
 def clearly_worse(
     objective: Objective,
     workload: str,
     so_far: Measurement,
     incumbent: TrialResult | None,
     *,
-    spec: TrialSpec | None = None,
     earlier: Mapping[str, Measurement] | None = None,
 ) -> bool:
     """Whether a trial that measured `so_far` on `workload` can no longer become the best, however its rest turns out.
 
-    The rest may move it by the spread seen in the incumbent's repeats. A tie could still be won, unless `spec` is given
-    and the incumbent is preferred to it. Of a mix, workloads still to come count as taking no time at all (`earlier`
-    holds those measured before); only a valid incumbent ends anything.
+    It is compared repeat by repeat, because in the same repeat both were sent the same prompts, and a first repeat that
+    is slow in every trial then cancels. The rest may move it by the spread of those ratios, and the next launch of
+    either by LAUNCHES_MAY_DIFFER. Of a mix, workloads still to come count as taking no time at all (`earlier` holds
+    those measured before); only a valid incumbent ends anything.
     """
     if incumbent is None or incumbent.verdict is None or incumbent.verdict.level is not Level.VALID:
         return False
@@ -83,51 +62,63 @@ def clearly_worse(
     best = _series(weights, incumbent.measurements)
     if len(best) < len(weights) or not any(metric.startswith(f"{workload}/") for metric in mine):
         return False
-    complete = len(mine) == len(weights)
-    if not complete and not all(is_rate(metric) for metric in weights):
+    if len(mine) < len(weights) and not all(is_rate(metric) for metric in weights):
         return False
-    gain = math.log(_combined(mine, weights) / _combined(best, weights))
-    if objective.mode == "min":
-        gain = -gain
-    noise, done = _noise(best), min(map(len, mine.values()))
-    planned = max(done, min(incumbent.spec.workloads[metric.partition("/")[0]].repeats for metric in mine))
-    may_move = GIVEN_UP * MEDIAN_OVER_MEAN * noise * math.sqrt(1 / done - 1 / planned)
-    error = noise * math.sqrt(2 / planned)
-    if complete and spec is not None and prefers(objective, incumbent.spec, spec):
-        return gain + may_move < (AHEAD * error if objective.tie is None else math.log1p(objective.tie))
-    within = TIE_T95.get(planned - 1, TIE_T95_MORE) * error if objective.tie is None else math.log1p(objective.tie)
-    return gain + may_move < -within
+    gains = _gains(mine, best, weights)
+    if not gains:
+        return False
+    planned = max(len(gains), min(incumbent.spec.workloads[metric.partition("/")[0]].repeats for metric in mine))
+    may_move = GIVEN_UP * MEDIAN_OVER_MEAN * _noise(gains) * math.sqrt(1 / len(gains) - 1 / planned)
+    gain = statistics.median(gains) if objective.mode == "max" else -statistics.median(gains)
+    return gain + may_move < -LAUNCHES_MAY_DIFFER
 
 
-def _series(weights: Mapping[str, float], measurements: Mapping[str, Measurement]) -> dict[str, tuple[float, ...]]:
-    """Per metric of the objective its positive values, one per repeat; metrics without any are left out."""
-    found: dict[str, tuple[float, ...]] = {}
+def _series(
+    weights: Mapping[str, float], measurements: Mapping[str, Measurement]
+) -> dict[str, tuple[float | None, ...]]:
+    """Per metric of the objective its values by repeat, None where there is no positive one; metrics without any are
+    left out.
+    """
+    found: dict[str, tuple[float | None, ...]] = {}
     for metric in weights:
         workload, _, name = metric.partition("/")
         measurement = measurements.get(workload)
         values = measurement.repeats.get(name, ()) if measurement else ()
-        positive = tuple(x for x in values if x is not None and math.isfinite(x) and x > 0)
-        if positive:
+        positive = tuple(x if x is not None and math.isfinite(x) and x > 0 else None for x in values)
+        if any(positive):
             found[metric] = positive
     return found
 
 
-def _combined(series: Mapping[str, tuple[float, ...]], weights: Mapping[str, float]) -> float:
-    """The objective at the medians; a metric that is not there yet adds no time."""
-    combined = weighted_mean({metric: statistics.median(values) for metric, values in series.items()}, weights)
+def _gains(
+    mine: Mapping[str, Sequence[float | None]],
+    best: Mapping[str, Sequence[float | None]],
+    weights: Mapping[str, float],
+) -> list[float]:
+    """log(mine / best) of every repeat that both have in full."""
+    gains = []
+    for repeat in range(min(map(len, (*mine.values(), *best.values())))):
+        ours = {metric: x for metric, values in mine.items() if (x := values[repeat]) is not None}
+        theirs = {metric: x for metric, values in best.items() if (x := values[repeat]) is not None}
+        if len(ours) == len(mine) and len(theirs) == len(best):
+            gains.append(math.log(_combined(ours, weights) / _combined(theirs, weights)))
+    return gains
+
+
+def _combined(numbers: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """The objective of one repeat; a metric that is not there yet adds no time."""
+    combined = weighted_mean(numbers, weights)
     if combined is None:
-        raise ValueError(f"nothing to combine in {dict(series)}")
-    return combined if len(series) == len(weights) else combined / sum(weights[metric] for metric in series)
+        raise ValueError(f"nothing to combine in {dict(numbers)}")
+    return combined if len(numbers) == len(weights) else combined / sum(weights[metric] for metric in numbers)
 
 
-def _noise(series: Mapping[str, tuple[float, ...]]) -> float:
-    """Relative spread of one repeat, pooled over the metrics and drawn towards PRIOR_NOISE while little is known."""
-    squares, freedom = PRIOR_WEIGHT * PRIOR_NOISE**2, float(PRIOR_WEIGHT)
-    for values in series.values():
-        if len(values) > 1:
-            logs = [math.log(x) for x in values]
-            squares += statistics.variance(logs) * (len(logs) - 1)
-            freedom += len(logs) - 1
+def _noise(gains: Sequence[float]) -> float:
+    """Spread of one repeat's ratio, drawn towards that of two repeats of PRIOR_NOISE while little is known."""
+    squares, freedom = PRIOR_WEIGHT * 2 * PRIOR_NOISE**2, float(PRIOR_WEIGHT)
+    if len(gains) > 1:
+        squares += statistics.variance(gains) * (len(gains) - 1)
+        freedom += len(gains) - 1
     return math.sqrt(squares / freedom)
 
 

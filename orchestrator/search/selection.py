@@ -1,35 +1,31 @@
-"""Which result wins: validity, constraints, noise, preference."""
+"""Which result wins, for whoever asks: the choice with its reason, and the checks of what was asked for."""
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from orchestrator.config import Experiment, TrialSpec
+from orchestrator.config import Experiment
 from orchestrator.errors import ConfigError
-from orchestrator.measure.quantity import differs
+from orchestrator.measure.metrics import Quantity
 from orchestrator.measure.verdict import Level
 from orchestrator.outcome import TrialStatus
+from orchestrator.search import wording
+from orchestrator.search.arms import judged_level, pool_launches
+from orchestrator.search.comparison import with_campaign_metrics
 from orchestrator.search.objective import (
     check_metric,
     direction,
     find_misses,
     objective_metrics,
     parse_constraint,
-    preference,
     require_name,
-    samples,
     score,
     settings,
 )
-from orchestrator.search.space import (
-    check_engines,
-    configuration_id,
-    plan,
-    swept_keys,
-)
+from orchestrator.search.order import conclude
+from orchestrator.search.space import check_engines, plan, swept_keys
 from orchestrator.trial import TrialResult
 
 
@@ -37,16 +33,21 @@ from orchestrator.trial import TrialResult
 class Selection:
     """Which result is the best, and why.
 
-    ranking: what competed, best objective first (not always the winner: see ties). ties: names of competitors within
-    the noise of the first. excluded: name -> why it did not compete. notes: what a reader of the choice should know.
+    best: the last launch of the winner. number: the winner's objective, from launches that had no part in the choice.
+    decided: whether the choice is proven; else `rivals` names what may be as good or better. ranking: one pooled result
+    per point that competed, best estimate first. excluded: name -> why a point did not compete. notes: what a reader of
+    the choice should know. passes: how many the campaign had.
     """
 
     best: TrialResult | None
     reason: str
+    number: Quantity | None = None
+    decided: bool = False
+    rivals: tuple[str, ...] = ()
     ranking: tuple[TrialResult, ...] = ()
-    ties: tuple[str, ...] = ()
     excluded: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    passes: int = 0
 
 
 def check(experiment: Experiment) -> None:
@@ -81,140 +82,42 @@ def check(experiment: Experiment) -> None:
 
 
 def select(experiment: Experiment, results: Sequence[TrialResult]) -> Selection:
-    """The best result. Launches of the same point count together.
+    """The best result of the launches of all passes: decision.py has the rules.
 
-    Complete and valid results compete, suspect ones only when nothing is valid; constraints must hold. The winner is
-    the preferred one (objective.prefer, then fewer proposals, then the order of `results`) of those that do not
-    differ from the first by more than the noise, or by more than objective.tie.
+    Complete and valid results compete, suspect ones only when nothing is valid; constraints must hold.
     """
-    candidates, excluded, notes = _candidates(experiment, results)
-    if not candidates:
+    known = conclude(experiment, results)
+    excluded, decision = known.field.excluded, known.decision
+    if decision is None:
         counted = Counter(excluded.values())
         reasons = "; ".join(f"{count} x {why}" for why, count in counted.most_common())
         return Selection(best=None, reason=f"no valid result: {reasons or 'nothing was measured'}", excluded=excluded)
-    sign = -1.0 if experiment.objective.mode == "max" else 1.0
-    ranking = sorted(candidates, key=lambda c: sign * c.value)
-    tied = [c for c in ranking if c is ranking[0] or not _worse(experiment, c, ranking[0])]
-    chosen = min(tied, key=lambda c: (preference(experiment.objective, c.result.spec), c.proposals, c.position))
-    names = tuple(c.name for c in tied if c is not chosen)
+    chosen = decision.arms[decision.choice]
+    notes = [*known.field.notes, *wording.notes(experiment, known)]
     if chosen.level is Level.SUSPECT:
         notes.append("nothing is valid, so that the best of the suspect results is named")
     return Selection(
-        best=chosen.result,
-        reason=_reason(experiment, chosen, ranking, names),
-        ranking=tuple(c.result for c in ranking),
-        ties=names,
+        best=next(r for r, compared in zip(results, known.results, strict=True) if compared is chosen.launches[-1]),
+        reason=wording.reason(experiment, known),
+        number=known.number,
+        decided=decision.decided,
+        rivals=tuple(decision.arms[i].name for i in decision.rivals),
+        ranking=tuple(pool_launches(decision.arms[i].launches) for i in decision.order),
         excluded=excluded,
         notes=tuple(dict.fromkeys(notes)),
+        passes=len(known.passes),
     )
 
 
-def value_for_sampler(experiment: Experiment, result: TrialResult) -> float | None:
-    """The objective of a result that may compete; None for one that may not, which is an infeasible point."""
+def value_for_sampler(experiment: Experiment, results: Sequence[TrialResult], result: TrialResult) -> float | None:
+    """The objective of a result that may compete; None for one that may not, which is an infeasible point.
+
+    results: all of the campaign, which speed-ups are held against.
+    """
+    compared = zip(results, with_campaign_metrics(results, experiment), strict=True)
+    result = next((with_speedup for known, with_speedup in compared if known is result), result)
     missed, _ = find_misses(experiment, result)
     quantity = score(experiment, result)
     measured = result.status in (TrialStatus.COMPLETE, TrialStatus.PRUNED)
-    believed = result.verdict is not None and result.verdict.level is not Level.INVALID
+    believed = judged_level(experiment, result) not in (None, Level.INVALID)
     return quantity.value if quantity and measured and believed and not missed else None
-
-
-def confirmations(experiment: Experiment, selection: Selection) -> list[TrialSpec]:
-    """confirm.launches more of each finalist, interleaved (A B A B), because two starts of the same command differ."""
-    confirm = experiment.search.confirm
-    others = [r for r in selection.ranking if r is not selection.best]
-    finalists = [r.spec for r in (selection.best, *others) if r is not None][: confirm.top]
-    return [
-        replace(spec, name=f"{spec.name}#{launch}") for launch in range(2, confirm.launches + 2) for spec in finalists
-    ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
-    """One point that competes, with all its launches."""
-
-    name: str
-    result: TrialResult
-    value: float
-    repeats: tuple[float, ...]
-    level: Level
-    proposals: int
-    position: int
-
-
-def _candidates(
-    experiment: Experiment, results: Sequence[TrialResult]
-) -> tuple[list[_Candidate], dict[str, str], list[str]]:
-    """(what competes, name -> why a result does not, notes)."""
-    found: list[_Candidate] = []
-    excluded: dict[str, str] = {}
-    notes: list[str] = []
-    for position, launches in enumerate(_launches(results)):
-        first, why = launches[0], None
-        for result in launches:
-            missed, said = find_misses(experiment, result)
-            notes += said
-            why = why or _unfit_to_compete(experiment, result) or (missed[0] if missed else None)
-        if why is not None:
-            excluded[first.spec.name] = why
-            continue
-        repeats = tuple(x for result in launches for x in samples(experiment, result))
-        quantity = score(experiment, first)
-        assert quantity is not None
-        found.append(
-            _Candidate(
-                name=first.spec.name,
-                result=first,
-                value=statistics.median(repeats) if len(launches) > 1 and repeats else quantity.value,
-                repeats=repeats,
-                level=max((r.verdict.level for r in launches if r.verdict), key=list(Level).index),
-                proposals=(first.speculation.proposals or 0) if first.speculation else 0,
-                position=position,
-            )
-        )
-    valid = [c for c in found if c.level is Level.VALID]
-    if valid:
-        excluded |= {c.name: f"suspect: {_codes(c.result)}" for c in found if c.level is not Level.VALID}
-    return valid or found, excluded, notes
-
-
-def _launches(results: Sequence[TrialResult]) -> list[list[TrialResult]]:
-    groups: dict[str, list[TrialResult]] = {}
-    for result in results:
-        groups.setdefault(configuration_id(result.spec), []).append(result)
-    return list(groups.values())
-
-
-def _unfit_to_compete(experiment: Experiment, result: TrialResult) -> str | None:
-    if result.status is not TrialStatus.COMPLETE:
-        return f"{result.status.value}: {result.cause}" if result.cause else result.status.value
-    if result.verdict is None:
-        return "without a verdict"
-    if result.verdict.level is Level.INVALID:
-        return f"invalid: {_codes(result)}"
-    if score(experiment, result) is None:
-        return f"{', '.join(objective_metrics(experiment.objective, experiment.workloads))} was not measured"
-    return None
-
-
-def _codes(result: TrialResult) -> str:
-    reasons = result.verdict.reasons if result.verdict else ()
-    return ", ".join(dict.fromkeys(reason.code for reason in reasons)) or "no reason given"
-
-
-def _worse(experiment: Experiment, candidate: _Candidate, leader: _Candidate) -> bool:
-    """Whether the candidate is behind the leader by more than the tie width, or than the measured noise."""
-    if experiment.objective.tie is not None:
-        return abs(candidate.value / leader.value - 1) > experiment.objective.tie if leader.value else True
-    if len(candidate.repeats) > 1 and len(leader.repeats) > 1:
-        return differs(candidate.repeats, leader.repeats)
-    return candidate.value != leader.value
-
-
-def _reason(experiment: Experiment, chosen: _Candidate, ranking: Sequence[_Candidate], ties: Sequence[str]) -> str:
-    metric = " + ".join(objective_metrics(experiment.objective, experiment.workloads))
-    if len(ranking) == 1:
-        return f"{chosen.name}: the only result that competes, {metric} {chosen.value:.4g}"
-    if ties:
-        width = "the noise" if experiment.objective.tie is None else f"{experiment.objective.tie:.0%}"
-        return f"{chosen.name}: {metric} {chosen.value:.4g}, within {width} of {', '.join(ties)} and preferred to them"
-    return f"{chosen.name}: {metric} {chosen.value:.4g}, ahead of {ranking[1].name} ({ranking[1].value:.4g})"

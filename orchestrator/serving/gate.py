@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator import search, tracking
 from orchestrator.config import Experiment
@@ -48,7 +48,8 @@ def find_candidate(experiment: Experiment, run_id: str | None) -> Recorded:
     selection = search.select(experiment, results)
     if selection.best is None:
         raise PromotionError(f"{experiment.tracking_name}: {selection.reason}")
-    return recorded[next(i for i, result in enumerate(results) if result is selection.best)]
+    chosen = next(i for i, result in enumerate(results) if result is selection.best)
+    return replace(recorded[chosen], result=results[chosen])
 
 
 def find_objections(experiment: Experiment, result: TrialResult) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from orchestrator import trial
 from orchestrator.config import Experiment, TrialSpec
 from orchestrator.errors import TrackingError
 from orchestrator.outcome import TrialStatus
+from orchestrator.search.arms import pool_points
 from orchestrator.tracking import driver, entries, figures
 from orchestrator.tracking.store import (
     PAGE,
@@ -50,6 +51,7 @@ class Tracker:
 
     def __init__(self, experiment: Experiment) -> None:
         """Open the store. Creates it and the MLflow experiment when they are missing. Raises TrackingError."""
+        self.experiment = experiment
         self.uri = store_uri(experiment)
         self.campaign_id: str | None = None
         self._name = experiment.tracking_name
@@ -155,7 +157,7 @@ class Tracker:
         results hold the numbers that need the whole campaign (speed-up, verdicts across trials). They are added to
         the runs of the trials.
         """
-        pictures = figures.campaign(results, self._workload)
+        pictures = figures.campaign(pool_points(self.experiment, results), self._workload)
         with self._lock, translate_errors(self.uri, "the campaign cannot be closed"):
             if self.campaign_id is None:
                 return

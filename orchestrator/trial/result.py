@@ -35,7 +35,8 @@ class TrialResult:
     graph_gib, host_rss_peak_gib. phases_s: seconds spent in starting, warming, measuring, stopping.
     launch: argv, env added (secrets masked), log path. provenance: host, GPUs, driver, versions, git commit.
     verdicts: per workload; verdict: the worst of them, None when nothing was measured.
-    memory_series: empty on a result that was read without its folder.
+    memory_series: empty on a result that was read without its folder. pass_number: the pass of the campaign that
+    started it, from 1.
     """
 
     spec: TrialSpec
@@ -57,6 +58,7 @@ class TrialResult:
     launch: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
     workdir: str = ""
+    pass_number: int = 1
 
 
 _RESULT = TypeAdapter(TrialResult)

@@ -81,7 +81,7 @@ class _Reporter:
         repeats = max(map(len, so_far.repeats.values()), default=0)
         planned = task.spec.workloads[workload].repeats
         tune.report({"phase": f"{workload}: {repeats} of {planned} repeats"})
-        return not clearly_worse(task.objective, workload, so_far, task.incumbent, spec=task.spec, earlier=others)
+        return not clearly_worse(task.objective, workload, so_far, task.incumbent, earlier=others)
 
 
 @contextlib.contextmanager

@@ -122,7 +122,7 @@ class _Feed(Searcher):
             workdir=self.campaign.workdir(launch),
             token=self.campaign.ledger.token,
             objective=self.campaign.experiment.objective,
-            incumbent=self.campaign.incumbent(),
+            incumbent=self.campaign.incumbent(launch),
         )
         return {"task": task, "node": node}
 

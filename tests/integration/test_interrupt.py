@@ -76,7 +76,7 @@ def test_first_signal_ends_in_order(driver: Callable[..., Driver], number: signa
 def test_signal_before_ray_is_there(driver: Callable[..., Driver]) -> None:
     campaign = driver()
     process = campaign.start()
-    campaign.wait_said("trials planned")
+    campaign.wait_said("launches planned")
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=30) == 130
     assert "--resume" in campaign.said.splitlines()[-1]

@@ -30,7 +30,7 @@ def make_experiment(
     objective: Objective | None = None,
     **search: Any,
 ) -> Experiment:
-    """An experiment on one engine that drafts; further arguments are those of its search.
+    """An experiment on one engine that drafts; further arguments are those of its search (one launch of each point).
 
     folder: where its store and its trials are; without one, the defaults of the configuration.
     workloads: by name where their defaults do.
@@ -41,7 +41,7 @@ def make_experiment(
         name=name,
         engine=engine or EngineSpec(kind="vllm", model="org/model", args=SPECULATION, **paths),
         workloads=named,
-        search=Search(**search),
+        search=Search(**{"launches": 1, **search}),
         objective=objective or Objective(metric=f"{next(iter(named))}/decode_tok_s"),
         tracking=Tracking() if folder is None else Tracking(folder=str(folder / "mlruns")),
     )
@@ -119,6 +119,14 @@ def make_result(
         speculation=Speculation(method="dspark", proposals=k) if k else None,
     )
     return replace(made, **fields)
+
+
+def make_launches(name: str, *rates: float | Sequence[float], **fields: Any) -> list[TrialResult]:
+    """One result per pass, whose decode rates are those given for the pass; fields as of `make_result`."""
+    return [
+        make_result(name, *(rate if isinstance(rate, Sequence) else (rate,)), pass_number=number, **fields)
+        for number, rate in enumerate(rates, start=1)
+    ]
 
 
 def with_verdict(result: TrialResult, level: Level, code: str) -> TrialResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,8 +35,10 @@ def fault(launch: Launch, status: TrialStatus, cause: str, reason: str = "as it 
     return make_result(launch.spec, status=status, cause=cause, reason=reason)
 
 
-def by_k(launch: Launch) -> TrialResult:
-    return answer(launch, {None: 50.0, 2: 100.0, 4: 140.0, 6: 120.0}[launch.spec.params.get(K)])
+def by_k(launch: Launch, noise: float = 0.0, **fields: Any) -> TrialResult:
+    """noise: relative difference between the launches of one point."""
+    rate = {None: 50.0, 2: 100.0, 4: 140.0, 6: 120.0}[launch.spec.params.get(K)]
+    return answer(launch, rate * (1 + noise * random.Random(f"{launch.spec.name}").uniform(-1, 1)), **fields)
 
 
 def drive(running: Campaign, respond: Callable[[Launch], TrialResult], most: int = 100) -> list[str]:

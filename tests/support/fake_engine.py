@@ -25,6 +25,7 @@ Speed
   prefill_tok_s        prefill speed (50000)
   noise                relative spread of a request's decode speed, the same for request n in every launch (0)
   launch_noise         relative spread between launches of the same command line, not seeded (0)
+  start_drift          a step takes this share longer with every start; counted by the lines of `record` (0)
   first_touch_s        stall, with a JIT log line, at the first prompt of each power-of-two length (0)
   hang                 {"after": n, "seconds": s}: later requests stop for s after their second chunk
 Start

@@ -38,6 +38,7 @@ class Behaviour:
     no_drafts: bool = False
     noise: float = 0.0
     launch_noise: float = 0.0
+    start_drift: float = 0.0
     first_touch_s: float = 0.0
     hang: Mapping[str, float] = field(default_factory=dict)
     # start

@@ -8,6 +8,7 @@ import random
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tests.support.fake.behaviour import COLLAPSED_ACCEPTANCE, Behaviour
 from tests.support.fake.flags import Launch
@@ -112,6 +113,9 @@ class Pace:
             self.step_s = (1 + b.proposal_cost * k) / b.tokens_per_s
         if b.launch_noise:
             self.step_s *= max(0.1, random.SystemRandom().gauss(1, b.launch_noise))
+        if b.start_drift and b.record:
+            starts = len(Path(b.record).read_text(encoding="utf-8").splitlines())
+            self.step_s *= (1 + b.start_drift) ** (starts - 1)
 
     def request_factor(self, number: int) -> float:
         """Seeded, so that the same request of a second launch is as slow as in the first."""

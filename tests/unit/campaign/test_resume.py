@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator import search, trial
-from orchestrator.config import Confirm, EngineSpec
+from orchestrator.config import EngineSpec
 from orchestrator.errors import ConfigError, MachineError
 from orchestrator.outcome import TrialStatus
 from tests.support.builders import SPECULATION, WORKLOAD
@@ -45,15 +45,15 @@ def test_resume_starts_only_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_resume_of_a_finished_campaign_starts_nothing(tmp_path: Path) -> None:
-    swept = k_sweep(tmp_path, confirm=Confirm(top=2, launches=2))
+    swept = k_sweep(tmp_path, launches=3)
     with open_checked(swept) as running:
-        assert len(drive(running, by_k)) == 7
+        assert len(drive(running, by_k)) == 6
         before = running.finish()[1]
     with open_checked(swept, resume=True) as running:
         assert not running.wants_more()
         _, after = running.finish()
     assert (after.best.spec.name, after.reason) == (before.best.spec.name, before.reason)
-    assert len(runs(swept)) == 7
+    assert len(runs(swept)) == 6
 
 
 def test_resume_repeats_a_torn_result_and_a_fault_of_the_machine(tmp_path: Path) -> None:
@@ -166,4 +166,4 @@ def test_results_on_disk_are_what_search_selects_from(tmp_path: Path) -> None:
     with open_checked(swept) as running:
         drive(running, by_k)
         read = [trial.from_json((running.workdir(n) / "result.json").read_text()) for n in running.launches]
-    assert search.select(swept, read).best == by_k(running.launches[1])
+    assert search.select(swept, read).best in read

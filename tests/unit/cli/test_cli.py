@@ -48,7 +48,7 @@ def test_the_seven_published_command_lines(run: Run) -> None:
     assert argv[argv.index("--served-model-name") :] == shlex.split(PUBLISHED)
     assert k6["env"] == {"NCCL_P2P_DISABLE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     assert "--speculative-config" not in plan["trials"][0]["argv"]
-    assert plan["num_starts"] == 7
+    assert plan["num_starts"] == {"least": 10, "most": 35}
     assert plan["estimate_s"] is None
 
 

@@ -58,7 +58,7 @@ placement: {{cpus: 1, ports: [25000, 25999]}}
 workloads: {{chat: {{output_tokens: 16}}}}
 search:
   grid: {{engine.args.max-num-seqs: [1, 2]}}
-  confirm: {{top: 1, launches: 2}}
+  launches: 3
 objective: {{metric: chat/decode_tok_s}}
 tracking: {{folder: "{tmp_path}/mlruns"}}
 """
@@ -86,7 +86,7 @@ def test_a_healthy_machine(experiment: Path) -> None:
     code, checks = examined(experiment)
     assert code == 0
     assert all(check["ok"] is True for check in checks.values()), checks
-    assert checks["configuration"]["detail"] == "2 trials, 4 engine starts; workloads: chat"
+    assert checks["configuration"]["detail"] == "2 points, 4 to 6 engine starts; workloads: chat"
     assert "1 files" in checks["model"]["detail"]
     assert "25000 is free" in checks["ports"]["detail"]
 

@@ -32,7 +32,7 @@ engine:
   env: {{NCCL_DEBUG: INFO, HF_TOKEN: hf-secret}}
 workloads: {{chat: {{output_tokens: 16}}}}
 placement: {{gpus: 0, cpus: 1}}
-search: {{confirm: {{top: 2, launches: 2}}}}
+search: {{launches: 3}}
 objective: {{metric: chat/decode_tok_s}}
 tracking: {{folder: "{tmp_path}/mlruns"}}
 """
@@ -47,7 +47,8 @@ def test_every_command_line_whole(tmp_path: Path) -> None:
         "engine.args.speculative-config.method=ngram",
     )
     plan = dry_run.plan_campaign(sweep)
-    assert plan.num_starts == 2 + 2 * 2
+    assert plan.num_starts == (4, 6)
+    assert plan.document()["num_starts"] == {"least": 4, "most": 6}
     document = json.loads(json.dumps(plan.document(), allow_nan=False))
     assert {"experiment", "trials", "skipped"} <= set(document)
     assert [set(each) for each in document["trials"]] == [{"name", "argv", "env", "placement"}] * 2
@@ -130,9 +131,9 @@ def test_the_estimate_comes_from_trials_that_were_timed_here(tmp_path: Path) -> 
         trial.write_result(make_result(spec, status=status, phases_s=phases), folder)
     (folder / "result.json").with_name("torn.json").write_text("{")
     plan = dry_run.plan_campaign(sweep)
-    # The median of the three that were measured, for two points and twice two confirmations.
-    assert plan.estimate_s == 60.0 * 6
-    assert "About 6 min" in plan.lines()[-1]
+    # The median of the three that were measured, for two points in two passes or in three.
+    assert plan.estimate_s == (60.0 * 4, 60.0 * 6)
+    assert "About 4 to 6 min" in plan.lines()[-1]
 
 
 def test_each_trials_placement_is_named_where_they_differ(tmp_path: Path) -> None:
@@ -141,7 +142,7 @@ def test_each_trials_placement_is_named_where_they_differ(tmp_path: Path) -> Non
     variants = "search.variants={one: {placement.cpus: 1}, two: {placement.cpus: 2, placement.gpus: 2}}"
     differ = dry_run.plan_campaign(experiment(tmp_path, variants, "engine.args.tensor-parallel-size=2"))
     text = "\n".join(differ.lines())
-    assert "2 trials, 6 engine starts, of several sizes" in text
+    assert "2 points, 4 to 6 engine starts, of several sizes" in text
     assert "# 1 one, on 0 GPUs and 1 CPUs of one node" in text
     assert "# 2 two, on 2 GPUs and 2 CPUs of one node" in text
     placements = [each["placement"] for each in differ.document()["trials"]]

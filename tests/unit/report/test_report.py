@@ -66,9 +66,9 @@ def row(text: str, name: str) -> list[str]:
 
 def test_the_document_has_exactly_the_contract_s_keys(experiment: Experiment, sweep: list[Recorded]) -> None:
     document = report.document(experiment, sweep, sweep[3].result)
-    assert set(document) == {"experiment", "trials", "best"}
+    assert set(document) == {"experiment", "trials", "points", "best"}
     assert document["best"] == {"name": "k=6", "run_id": "run6"}
-    wanted = {"name", "key", "run_id", "status", "cause", "reason", "params", "measurements", "verdict"}
+    wanted = {"name", "key", "run_id", "status", "cause", "reason", "pass", "params", "measurements", "verdict"}
     assert all(set(found) == wanted for found in document["trials"])
     refused, measured = document["trials"][1], document["trials"][3]
     assert (refused["status"], refused["cause"], refused["measurements"]) == ("refused", "k_below_block_size", {})
@@ -169,7 +169,8 @@ def test_only_params_that_differ_and_that_no_name_says_are_columns(
     named = []
     for name, rate, length in [("short", 210.0, 8192), ("long", 200.0, 65536)]:
         params = {K: 5, "engine.args.max-model-len": length}
-        spec = make_spec(k=5, experiment=experiment, name=name, params=params)
+        args = {"max-model-len": length}
+        spec = make_spec(k=5, experiment=experiment, name=name, params=params, args=args)
         named.append(Recorded(result=sweep_result(experiment, 5, rate, tmp_path, spec=spec)))
     text = printed(report.campaign_table(experiment, named, None))
     assert "max-model-len" in text.splitlines()[1]
@@ -181,7 +182,8 @@ def test_params_that_end_alike_are_told_apart(experiment: Experiment, tmp_path: 
     named = []
     for name, a, b in [("x", 1, 2), ("y", 3, 4)]:
         params = {"engine.args.draft.max-len": a, "engine.args.target.max-len": b}
-        spec = make_spec(k=5, experiment=experiment, name=name, params=params)
+        args = {"draft": {"max-len": a}, "target": {"max-len": b}}
+        spec = make_spec(k=5, experiment=experiment, name=name, params=params, args=args)
         named.append(Recorded(result=sweep_result(experiment, 5, 200.0, tmp_path, spec=spec)))
     header = printed(report.campaign_table(experiment, named, None), 140).splitlines()[1]
     assert "draft.max-len" in header

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from dataclasses import replace
 from typing import Any
@@ -10,17 +11,26 @@ from typing import Any
 import pytest
 
 from orchestrator import search
-from orchestrator.config import Confirm, Objective, Serving, Verify
+from orchestrator.config import Objective, Serving, Verify
 from orchestrator.errors import ConfigError
 from orchestrator.measure.metrics import Quantity
 from orchestrator.measure.verdict import Level
 from orchestrator.outcome import TrialStatus
 from orchestrator.trial import TrialResult
-from tests.support.builders import CONFIG, WORKLOAD, K, make_experiment, make_measurement, make_result
+from tests.support.builders import (
+    CONFIG,
+    WORKLOAD,
+    K,
+    make_experiment,
+    make_launches,
+    make_measurement,
+    make_result,
+)
 
 STORY, TAIL = "story-chat", "tail-100"
 RATE = f"{WORKLOAD}/decode_tok_s"
 EXPERIMENT = make_experiment()
+AGAIN = make_experiment(launches=3)
 
 
 def _name(selection: search.Selection) -> str | None:
@@ -29,15 +39,24 @@ def _name(selection: search.Selection) -> str | None:
 
 def test_the_fastest_valid_result_wins() -> None:
     results = [
-        make_result("slow", 90, 91, 92),
-        make_result("fast", 270, 271, 272),
-        make_result("middling", 200, 201, 202),
+        *make_launches("slow", 90, 91, 90),
+        *make_launches("fast", 270, 271, 272),
+        *make_launches("middling", 200, 201, 200),
     ]
-    selection = search.select(EXPERIMENT, results)
+    selection = search.select(AGAIN, results)
     assert _name(selection) == "fast"
     assert [r.spec.name for r in selection.ranking] == ["fast", "middling", "slow"]
-    assert selection.ties == ()
-    assert "ahead of middling" in selection.reason
+    assert (selection.decided, selection.rivals) == (True, ())
+    assert "ahead of middling by +35" in selection.reason
+
+
+def test_one_launch_each_marks_the_best_estimate_and_proves_nothing() -> None:
+    selection = search.select(EXPERIMENT, [make_result("slow", 90, 91, 92), make_result("fast", 270, 271, 272)])
+    assert _name(selection) == "fast"
+    assert not selection.decided
+    assert "the best estimate of one launch each" in selection.reason
+    assert "--launches 3" in selection.reason
+    assert "ahead" not in selection.reason
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 0, 3, 2)])
@@ -93,36 +112,43 @@ def test_a_pruned_trial_does_not_compete() -> None:
     assert selection.excluded == {"a": "pruned"}
 
 
-NOISY_SIX, NOISY_FIVE, SLOW_EIGHT = (268.0, 276.0, 284.0), (260.0, 269.0, 279.0), (214.0, 216.0, 219.0)
-
-
-def test_within_the_noise_the_preferred_configuration_wins() -> None:
+def test_what_is_as_good_as_every_other_and_preferred_wins() -> None:
     results = [
-        make_result("k=6", *NOISY_SIX, k=6),
-        make_result("k=5", *NOISY_FIVE, k=5),
-        make_result("k=8", *SLOW_EIGHT, k=8),
+        *make_launches("k=6", 271.0, 270.5, 271.5, k=6),
+        *make_launches("k=5", 270.0, 270.5, 270.0, k=5),
+        *make_launches("k=8", 214.0, 214.4, 214.2, k=8),
     ]
-    simpler = make_experiment(objective=Objective(metric=RATE, prefer={K: "min"}))
+    simpler = make_experiment(objective=Objective(metric=RATE, prefer={K: "min"}), launches=3)
     selection = search.select(simpler, results)
     assert _name(selection) == "k=5"
-    assert selection.ties == ("k=6",)
-    assert "within the noise of k=6" in selection.reason
-    deeper = make_experiment(objective=Objective(metric=RATE, prefer={K: "max"}))
+    assert selection.decided
+    assert "as good as k=6 (it loses less than 2%) and preferred to them" in selection.reason
+    deeper = make_experiment(objective=Objective(metric=RATE, prefer={K: "max"}), launches=3)
     assert _name(search.select(deeper, results)) == "k=6"
+    # Without a preference, fewer proposals are.
+    assert _name(search.select(AGAIN, results)) == "k=5"
 
 
-def test_without_a_preference_fewer_proposals_win_a_tie_and_then_the_order() -> None:
-    six, five = make_result("k=6", *NOISY_SIX, k=6), make_result("k=5", *NOISY_FIVE, k=5)
-    assert _name(search.select(EXPERIMENT, [six, five])) == "k=5"
-    twins = [make_result("first", *NOISY_FIVE), make_result("second", *NOISY_SIX)]
-    assert _name(search.select(EXPERIMENT, twins)) == "first"
-    assert _name(search.select(EXPERIMENT, twins[::-1])) == "second"
+def test_what_cannot_be_told_apart_is_undecided_and_the_better_estimate_is_marked() -> None:
+    results = [
+        *make_launches("k=6", 268.0, 276.0, 284.0, k=6),
+        *make_launches("k=5", 279.0, 269.0, 260.0, k=5),
+        *make_launches("k=8", 114.0, 116.0, 119.0, k=8),
+    ]
+    selection = search.select(AGAIN, results)
+    assert _name(selection) == "k=5", "it was the better one when the last pass began"
+    assert not selection.decided
+    assert selection.rivals == ("k=6",)
+    assert re.search(r"k=5 or k=6: undecided, the difference is below \d+%; about \d+ more launches", selection.reason)
 
 
-def test_a_given_tie_width_replaces_the_measured_noise() -> None:
-    results = [make_result("k=6", 276.0, 276.0, 276.0, k=6), make_result("k=5", 268.0, 268.0, 268.0, k=5)]
-    assert _name(search.select(make_experiment(objective=Objective(metric=RATE, tie=0.05)), results)) == "k=5"
-    assert _name(search.select(make_experiment(objective=Objective(metric=RATE, tie=0.01)), results)) == "k=6"
+def test_the_tie_width_says_how_much_may_be_lost_for_a_preferred_configuration() -> None:
+    results = [*make_launches("k=6", 276.0, 276.1, 276.0, k=6), *make_launches("k=5", 268.0, 268.0, 268.1, k=5)]
+
+    def chosen(tie: float) -> str | None:
+        return _name(search.select(make_experiment(objective=Objective(metric=RATE, tie=tie), launches=3), results))
+
+    assert (chosen(0.05), chosen(0.01)) == ("k=5", "k=6")
 
 
 def _with_tail(name: str, rate: float, **tail: Quantity) -> TrialResult:
@@ -199,22 +225,6 @@ def test_a_mix_weighs_by_tokens_so_that_rates_combine_harmonically() -> None:
     assert _name(search.select(both, [lopsided, even])) == "even"
     partial = make_result("partial", measurements={WORKLOAD: make_measurement(decode_tok_s=(900.0,))})
     assert _name(search.select(both, [partial, even])) == "even"
-
-
-def test_launches_of_one_point_count_together() -> None:
-    lucky = [make_result("a", 300, 302, 304, args={"x": 1}), make_result("a#2", 200, 202, 204, args={"x": 1})]
-    steady = [make_result("b", 270, 271, 272, args={"x": 2}), make_result("b#2", 268, 269, 270, args={"x": 2})]
-    selection = search.select(EXPERIMENT, [lucky[0], steady[0], lucky[1], steady[1]])
-    assert [r.spec.name for r in selection.ranking] == ["b", "a"]
-    assert "within the noise" in selection.reason
-
-
-def test_finalists_are_started_again_interleaved() -> None:
-    confirmed = make_experiment(confirm=Confirm(top=2, launches=2))
-    results = [make_result("c", 100, 101, 102), make_result("a", 300, 301, 302), make_result("b", 200, 201, 202)]
-    specs = search.confirmations(confirmed, search.select(confirmed, results))
-    assert [spec.name for spec in specs] == ["a#2", "b#2", "a#3", "b#3"]
-    assert search.confirmations(EXPERIMENT, search.select(EXPERIMENT, results)) == []
 
 
 def test_speedup_is_held_against_the_baseline_of_the_same_workload() -> None:
