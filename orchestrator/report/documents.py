@@ -30,13 +30,18 @@ def same_trial(a: TrialResult | None, b: TrialResult | None) -> bool:
 
 
 def document(experiment: Experiment, results: Sequence[Recorded], best: TrialResult | None) -> dict[str, Any]:
-    """The JSON document of `tune` and `results`: strict, absent is null."""
+    """The JSON document of `tune` and `results`: strict, absent is null.
+
+    best: the name of the point, and the run of its last launch.
+    """
     chosen = next((r for r in results if same_trial(r.result, best)), None)
+    identity = configuration_id(best.spec) if best else None
+    first = next((r.result.spec.name for r in results if configuration_id(r.result.spec) == identity), None)
     return {
         "experiment": experiment.name,
         "trials": [_trial_document(recorded) for recorded in results],
         "points": points_document(experiment, results),
-        "best": {"name": chosen.result.spec.name, "run_id": chosen.run_id} if chosen else None,
+        "best": {"name": first, "run_id": chosen.run_id} if chosen else None,
     }
 
 

@@ -158,7 +158,8 @@ def pool_points(experiment: Experiment, results: Sequence[TrialResult]) -> list[
     pooled = []
     for launches in group_launches(results):
         complete = [result for result in launches if result.status is TrialStatus.COMPLETE]
-        pooled.append(pool_launches(complete or launches[-1:]))
+        together = pool_launches(complete or launches[-1:])
+        pooled.append(replace(together, spec=launches[0].spec) if complete else together)
     return sorted(pooled, key=lambda result: written.get(configuration_id(result.spec), len(written)))
 
 

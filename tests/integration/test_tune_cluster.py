@@ -60,7 +60,7 @@ def experiment(folder: Path, *, points: int = 2, timeout_s: float = 60.0, load_s
         ),
         placement=Placement(gpus=2, cpus=1, timeout_s=timeout_s),
         workloads={"chat": Workload(output_tokens=24, num_prompts=1)},
-        search=Search(grid={SEQS: list(range(1, points + 1))}),
+        search=Search(grid={SEQS: list(range(1, points + 1))}, launches=1),
         objective=Objective(metric="chat/decode_tok_s"),
         tracking=Tracking(folder=str(folder / "mlruns")),
     )
@@ -125,7 +125,7 @@ def test_every_trial_gets_a_bundle_of_its_own_size(
     sizes = {
         f"tp{number}": {"placement.gpus": number, "engine.args.tensor-parallel-size": number} for number in (1, 2, 3)
     }
-    swept = replace(experiment(tmp_path), search=Search(variants=sizes))
+    swept = replace(experiment(tmp_path), search=Search(variants=sizes, launches=1))
     with opened(swept, cluster) as running:
         with pytest.raises(MachineError, match="3 GPUs and 1 CPUs on ONE node"):
             tune.run_trials(running)
