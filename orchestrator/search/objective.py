@@ -17,7 +17,7 @@ from orchestrator.config import Experiment, Mode, Objective, TrialSpec, Workload
 from orchestrator.errors import ConfigError
 from orchestrator.measure import metrics
 from orchestrator.measure.metrics import Metric, Quantity
-from orchestrator.measure.quantity import finite_quantity, harmonic_mix
+from orchestrator.measure.quantity import TAILS, finite_quantity, harmonic_mix, samples_needed
 from orchestrator.trial import TrialResult
 
 MEMORY = "memory"
@@ -65,6 +65,17 @@ def value(result: TrialResult, metric: str) -> Quantity | None:
         return _memory(result, name)
     measurement = result.measurements.get(place)
     return finite_quantity(measurement.metrics.get(name)) if measurement else None
+
+
+def value_or_maximum(result: TrialResult, metric: str) -> tuple[Quantity | None, str | None]:
+    """(value, note): for a p90, p95 or p99 of too few requests the value is their maximum, and the note says so."""
+    quantity = value(result, metric)
+    for which in TAILS if quantity is None else ():
+        stem, needed = metric.removesuffix(f"_{which}_s"), samples_needed(which)
+        most = value(result, f"{stem}_max_s") if stem != metric else None
+        if most is not None and most.n < needed:
+            return most, f"{metric} stands for the maximum of {most.n}: a {which} needs {needed} requests"
+    return quantity, None
 
 
 def objective_metrics(objective: Objective, workloads: Mapping[str, Workload]) -> dict[str, float]:
@@ -132,7 +143,7 @@ def find_misses(experiment: Experiment, result: TrialResult) -> tuple[tuple[str,
     missed: list[str] = []
     notes: list[str] = []
     for constraint in map(parse_constraint, experiment.objective.constraints):
-        quantity, note = _constrained_value(result, constraint.metric)
+        quantity, note = value_or_maximum(result, constraint.metric)
         if note:
             notes.append(note)
         if quantity is None:
@@ -207,16 +218,6 @@ def _row(metric: str, where: str) -> Metric:
     if row is None:
         raise _unknown(name, sorted(metrics.metric_names(table)), f"{where}: {what}")
     return row
-
-
-def _constrained_value(result: TrialResult, metric: str) -> tuple[Quantity | None, str | None]:
-    """(the value a constraint is held against, note): for a p99 of fewer than 100 requests it is their maximum."""
-    quantity = value(result, metric)
-    if quantity is None and metric.endswith("_p99_s"):
-        quantity = value(result, metric.replace("_p99_s", "_max_s"))
-        if quantity is not None:
-            return quantity, f"{metric} stands for the maximum of {quantity.n}: a p99 needs 100 samples"
-    return quantity, None
 
 
 def _memory(result: TrialResult, name: str) -> Quantity | None:
