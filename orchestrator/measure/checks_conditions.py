@@ -8,9 +8,11 @@ from __future__ import annotations
 from orchestrator.engines.diagnosis.explain import compile_lines, override_lines
 from orchestrator.measure.evidence import Case
 from orchestrator.measure.formulas import counters_reset
+from orchestrator.measure.quantity import quantile
 
 MAX_LOOP_LAG_S = 0.005
 MIN_LAG_SAMPLES = 20
+MIN_LAG_SAMPLES_OF_JITTER = 100
 MAX_CLIENT_CPU = 0.9
 MIN_REPEATS = 3
 MIN_FULL_CONCURRENCY = 0.6
@@ -29,9 +31,11 @@ def gpu_shared(case: Case) -> str | None:
 
 
 def client_late(case: Case) -> str | None:
-    """The p90 decides, not the p99: on a busy machine one late wake-up in a hundred moves no median."""
-    lag = case.measurement.metrics.get("client_lag_p90_s")
-    lag_s = lag.value if lag is not None and lag.n >= MIN_LAG_SAMPLES else 0.0
+    """The p90 decides, not the p99: on a busy machine one late wake-up in a hundred moves no median.
+
+    It is that of the samples and not the metric client_lag_p90_s, which a short measurement does not have.
+    """
+    lag_s = _lag_s(case, 0.9, MIN_LAG_SAMPLES) or 0.0
     cpu = max((x for x in case.measurement.repeats.get("client_cpu_share", ()) if x is not None), default=0.0)
     if lag_s <= MAX_LOOP_LAG_S and cpu <= MAX_CLIENT_CPU:
         return None
@@ -44,13 +48,19 @@ def client_late(case: Case) -> str | None:
 
 
 def client_jitter(case: Case) -> str | None:
-    lag = case.measurement.metrics.get("client_lag_p99_s")
-    if lag is None or lag.value <= MAX_LOOP_LAG_S:
+    lag_s = _lag_s(case, 0.99, MIN_LAG_SAMPLES_OF_JITTER)
+    if lag_s is None or lag_s <= MAX_LOOP_LAG_S:
         return None
     return (
-        f"one time in a hundred was taken {lag.value * 1e3:.1f} ms late or more, as on a busy machine: "
+        f"one time in a hundred was taken {lag_s * 1e3:.1f} ms late or more, as on a busy machine: "
         "medians hold, p99 and maximum may not"
     )
+
+
+def _lag_s(case: Case, q: float, least: int) -> float | None:
+    """A quantile of how late the client's event loop woke in all windows; None of fewer than `least` samples."""
+    lags_s = [lag_s for window in case.windows for lag_s in window.loop_lags_s]
+    return quantile(lags_s, q) if len(lags_s) >= least else None
 
 
 def compile_in_window(case: Case) -> str | None:

@@ -330,7 +330,7 @@ def measure_windows(windows: Sequence[Window], warm_up: Sequence[RequestTrace] =
             if not metric.tails_only:
                 repeats[metric.name] = tuple(map(median, samples))
                 quantities[metric.name] = over_repeats(repeats[metric.name], pooled)
-            quantities.update({name: tail(pooled, which) for which, name in metric.tail_names.items()})
+            quantities.update({name: tail(samples, which) for which, name in metric.tail_names.items()})
     failed = [trace for trace in everything if trace.error is not None]
     return Measurement(
         metrics=quantities,

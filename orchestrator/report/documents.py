@@ -82,6 +82,7 @@ CSV_COLUMNS = (
     "low",
     "high",
     "n",
+    "over",
     "verdict",
     "key",
     "run_id",
@@ -142,7 +143,7 @@ def _trial_document(recorded: Recorded) -> dict[str, Any]:
 def measurements_document(
     measurements: Mapping[str, Measurement], verdicts: Mapping[str, Verdict]
 ) -> dict[str, dict[str, Any]]:
-    """{workload: {metric: {value, low, high, n} | null, acceptance_by_position: [...], verdict: {...}}}."""
+    """{workload: {metric: {value, low, high, n, over} | null, acceptance_by_position: [...], verdict: {...}}}."""
     return {
         workload: {
             **{name: quantity_document(quantity) for name, quantity in measurement.metrics.items()},

@@ -22,7 +22,7 @@ from orchestrator.measure.quantity import quantity_document
 from orchestrator.report.cells import brief, interval
 from orchestrator.report.tables import plain_table
 from orchestrator.search.arms import pool_points
-from orchestrator.search.objective import objective_metrics, value
+from orchestrator.search.objective import objective_metrics, value_or_maximum
 from orchestrator.trial import TrialResult
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Reference:
 class Match:
     """One published number and ours; a point that yielded none has a status in place of it (metric `status`).
 
-    trial is None when no trial of ours is that point.
+    trial is None when no trial of ours is that point. remark: what `ours` is, where it is not the metric itself.
     """
 
     row: Mapping[str, str]
@@ -56,6 +56,7 @@ class Match:
     published: float | str
     trial: str | None
     ours: Quantity | str | None
+    remark: str | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -83,7 +84,7 @@ def read_reference(path: Path) -> Reference:
 
 
 def reference_document(experiment: Experiment, results: Sequence[Recorded]) -> dict[str, Any] | None:
-    """{source, rows: [{...columns, metric, published, trial, ours, ratio}]}; None when nothing was published."""
+    """{source, rows: [{...columns, metric, published, trial, ours, ratio, remark}]}; None without published numbers."""
     reference = find_reference(experiment)
     if reference is None:
         return None
@@ -95,6 +96,7 @@ def reference_document(experiment: Experiment, results: Sequence[Recorded]) -> d
             "trial": match.trial,
             "ours": match.ours if isinstance(match.ours, str) else quantity_document(match.ours),
             "ratio": match.ratio,
+            "remark": match.remark,
         }
         for match in _matches(experiment, reference, pool_points(experiment, [r.result for r in results]))
     ]
@@ -102,7 +104,7 @@ def reference_document(experiment: Experiment, results: Sequence[Recorded]) -> d
 
 
 def reference_table(experiment: Experiment, results: Sequence[Recorded]) -> RenderableType:
-    """The published numbers, ours, and ours over theirs."""
+    """The published numbers, ours, and ours over theirs; below them what a maximum stands for."""
     reference = find_reference(experiment)
     if reference is None:
         return Text(f"experiments/reference holds no published numbers named {experiment.name}")
@@ -119,7 +121,8 @@ def reference_table(experiment: Experiment, results: Sequence[Recorded]) -> Rend
         for match in matches
     ]
     table = plain_table([*labels, "metric", "published", "ours (95% interval)", "ours / published"], rows)
-    return Group(table, *(Text(line, style="dim") for line in reference.source))
+    remarks = dict.fromkeys(f"{m.trial}: {m.remark}" for m in matches if m.remark)
+    return Group(table, *map(Text, remarks), *(Text(line, style="dim") for line in reference.source))
 
 
 def _ours(match: Match) -> str:
@@ -146,8 +149,9 @@ def _matches(experiment: Experiment, reference: Reference, results: Sequence[Tri
         for column, text in row.items():
             found = _column(column, experiment.engine.kind)
             if found is not None and text:
-                ours = value(trial, f"{workload}/{found[0]}") if trial else None
-                yield Match(row=row, metric=found[0], published=float(text) * found[1], trial=name, ours=ours)
+                ours, remark = value_or_maximum(trial, f"{workload}/{found[0]}") if trial else (None, None)
+                number = float(text) * found[1]
+                yield Match(row=row, metric=found[0], published=number, trial=name, ours=ours, remark=remark)
 
 
 def _column(name: str, kind: str | None) -> tuple[str, float] | None:

@@ -223,7 +223,7 @@ def pool_quantities(name: str, quantities: Sequence[Quantity | None]) -> Quantit
     scaled = [forth(value) for value in values]
     centre = statistics.fmean(scaled)
     reach = student_point(len(scaled) - 1) * statistics.stdev(scaled) / math.sqrt(len(scaled))
-    return Quantity(value=back(centre), low=back(centre - reach), high=back(centre + reach), n=n)
+    return Quantity(value=back(centre), low=back(centre - reach), high=back(centre + reach), n=n, over="launches")
 
 
 def scale_of(values: Sequence[float]) -> tuple[Callable[[float], float], Callable[[float], float]]:

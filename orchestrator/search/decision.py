@@ -88,7 +88,8 @@ class Decision:
         if sd is None or freedom < 1:
             return Quantity(value=back(centre), n=len(values))
         reach = student_point(freedom) * sd / math.sqrt(len(values))
-        return Quantity(value=back(centre), low=back(centre - reach), high=back(centre + reach), n=len(values))
+        low, high = back(centre - reach), back(centre + reach)
+        return Quantity(value=back(centre), low=low, high=high, n=len(values), over="launches")
 
 
 def decide(objective: Objective, arms: Sequence[Arm], looks: int) -> Decision:

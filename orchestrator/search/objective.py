@@ -10,14 +10,14 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from orchestrator.config import Experiment, Mode, Objective, TrialSpec, Workload, flatten
 from orchestrator.errors import ConfigError
 from orchestrator.measure import metrics
 from orchestrator.measure.metrics import Metric, Quantity
-from orchestrator.measure.quantity import finite_quantity, harmonic_mix
+from orchestrator.measure.quantity import TAILS, Tail, finite_quantity, harmonic_mix, samples_needed
 from orchestrator.trial import TrialResult
 
 MEMORY = "memory"
@@ -65,6 +65,52 @@ def value(result: TrialResult, metric: str) -> Quantity | None:
         return _memory(result, name)
     measurement = result.measurements.get(place)
     return finite_quantity(measurement.metrics.get(name)) if measurement else None
+
+
+def value_or_maximum(result: TrialResult, metric: str) -> tuple[Quantity | None, str | None]:
+    """(value, note): for a p90, p95 or p99 of too few requests the value is their maximum, and the note says so."""
+    quantity, which = value(result, metric), _tail_of(metric)
+    if quantity is not None or which is None:
+        return quantity, None
+    most = value(result, _with_tail(metric, which, "max"))
+    if most is None:
+        return None, None
+    needed = samples_needed(which)
+    return most, f"{metric} stands for the maximum of {most.n}: a {which} needs {needed} requests in one launch"
+
+
+def with_known_tails(experiment: Experiment, results: Sequence[TrialResult]) -> tuple[Experiment, str | None]:
+    """(the experiment with an objective that its samples can tell, note): a p99 of too few requests becomes the p95, or
+    the maximum, which is the bound that holds. It is the same for every result, so that like is compared with like.
+    """
+    weights = objective_metrics(experiment.objective, experiment.workloads)
+    which = _tail_of(next(iter(weights), ""))
+    if which is None:
+        return experiment, None
+    measured = [r for r in results if any(metric.partition("/")[0] in r.measurements for metric in weights)]
+    for known in (which, *(lower for lower in ("p95", "p90") if lower < which), "max"):
+        metrics_of_tail = [_with_tail(metric, which, known) for metric in weights]
+        if all(value(result, metric) is not None for result in measured for metric in metrics_of_tail):
+            break
+    else:
+        return experiment, None
+    if known == which:
+        return experiment, None
+    name = metrics_of_tail[0] if experiment.objective.mix is None else metrics_of_tail[0].partition("/")[2]
+    note = (
+        f"{' + '.join(weights)} is given as {' + '.join(metrics_of_tail)}: a {which} needs {samples_needed(which)} "
+        "requests in one launch"
+    )
+    return replace(experiment, objective=replace(experiment.objective, metric=name)), note
+
+
+def _tail_of(metric: str) -> Tail | None:
+    """The quantile that a metric is and that needs its sample (p90, p95, p99); None for any other metric."""
+    return next((which for which in TAILS if samples_needed(which) > 1 and f"_{which}" in metric), None)
+
+
+def _with_tail(metric: str, which: str, other: str) -> str:
+    return metric.replace(f"_{which}", f"_{other}")
 
 
 def objective_metrics(objective: Objective, workloads: Mapping[str, Workload]) -> dict[str, float]:
@@ -132,7 +178,7 @@ def find_misses(experiment: Experiment, result: TrialResult) -> tuple[tuple[str,
     missed: list[str] = []
     notes: list[str] = []
     for constraint in map(parse_constraint, experiment.objective.constraints):
-        quantity, note = _constrained_value(result, constraint.metric)
+        quantity, note = value_or_maximum(result, constraint.metric)
         if note:
             notes.append(note)
         if quantity is None:
@@ -202,16 +248,6 @@ def _row(metric: str, where: str) -> Metric:
     if row is None:
         raise _unknown(name, sorted(metrics.metric_names(table)), f"{where}: {what}")
     return row
-
-
-def _constrained_value(result: TrialResult, metric: str) -> tuple[Quantity | None, str | None]:
-    """(the value a constraint is held against, note): for a p99 of fewer than 100 requests it is their maximum."""
-    quantity = value(result, metric)
-    if quantity is None and metric.endswith("_p99_s"):
-        quantity = value(result, metric.replace("_p99_s", "_max_s"))
-        if quantity is not None:
-            return quantity, f"{metric} stands for the maximum of {quantity.n}: a p99 needs 100 samples"
-    return quantity, None
 
 
 def _memory(result: TrialResult, name: str) -> Quantity | None:

@@ -11,6 +11,7 @@ from orchestrator.measure.metrics import Quantity
 from orchestrator.search.arms import Field, group_launches, line_up
 from orchestrator.search.comparison import with_campaign_metrics
 from orchestrator.search.decision import Decision, decide
+from orchestrator.search.objective import with_known_tails
 from orchestrator.search.space import configuration_id
 from orchestrator.trial import TrialResult
 
@@ -20,7 +21,9 @@ FEWEST_AGAIN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conclusion:
-    """What the passes so far say. decision: None when nothing competes. results: with the numbers of the campaign.
+    """What the passes so far say. decision: None when nothing competes.
+
+    experiment: with an objective that the samples can tell. results: with the numbers of the campaign.
 
     singled_out_after: the pass at whose end the choice was fixed; the launches after it are no reason for it, so that
     the number of the choice comes from them. None where there is no such launch. A proven choice was fixed when it was
@@ -28,12 +31,13 @@ class Conclusion:
     that kept it ahead of its like, and so too good.
     """
 
+    experiment: Experiment
     results: Sequence[TrialResult]
     field: Field
-    decision: Decision | None
     passes: tuple[int, ...]
-    singled_out_after: int | None
-    number: Quantity | None
+    decision: Decision | None = None
+    singled_out_after: int | None = None
+    number: Quantity | None = None
 
     @property
     def fresh_passes(self) -> tuple[int, ...]:
@@ -51,13 +55,13 @@ def pass_order(experiment: Experiment, specs: Sequence[TrialSpec], pass_number: 
 
 def conclude(experiment: Experiment, results: Sequence[TrialResult]) -> Conclusion:
     """Judge everything that was measured so far. `results` are in the order of the campaign, launches of all passes."""
+    experiment, note = with_known_tails(experiment, results)
     results = with_campaign_metrics(results, experiment)
     field = line_up(experiment, results)
+    field = replace(field, notes=(*field.notes, *([note] if note else [])))
     passes = tuple(sorted({launch.pass_number for arm in field.arms for launch in arm.launches}))
     if not field.arms:
-        return Conclusion(
-            results=results, field=field, decision=None, passes=passes, singled_out_after=None, number=None
-        )
+        return Conclusion(experiment=experiment, results=results, field=field, passes=passes)
     decisions = [_decide_after(experiment, results, number) for number in passes[:-1]]
     last = decide(experiment.objective, field.arms, num_looks(experiment))
     last = _keep_choice(last, decisions[-1] if decisions else None)
@@ -68,7 +72,9 @@ def conclude(experiment: Experiment, results: Sequence[TrialResult]) -> Conclusi
         after = number
         if not last.decided:
             break
-    known = Conclusion(results=results, field=field, decision=last, passes=passes, singled_out_after=after, number=None)
+    known = Conclusion(
+        experiment=experiment, results=results, field=field, passes=passes, decision=last, singled_out_after=after
+    )
     return replace(known, number=last.number(known.fresh_passes))
 
 

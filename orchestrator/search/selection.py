@@ -23,6 +23,7 @@ from orchestrator.search.objective import (
     require_name,
     score,
     settings,
+    with_known_tails,
 )
 from orchestrator.search.order import conclude
 from orchestrator.search.space import check_engines, plan, swept_keys
@@ -93,12 +94,12 @@ def select(experiment: Experiment, results: Sequence[TrialResult]) -> Selection:
         reasons = "; ".join(f"{count} x {why}" for why, count in counted.most_common())
         return Selection(best=None, reason=f"no valid result: {reasons or 'nothing was measured'}", excluded=excluded)
     chosen = decision.arms[decision.choice]
-    notes = [*known.field.notes, *wording.notes(experiment, known)]
+    notes = [*known.field.notes, *wording.notes(known)]
     if chosen.level is Level.SUSPECT:
         notes.append("nothing is valid, so that the best of the suspect results is named")
     return Selection(
         best=next(r for r, compared in zip(results, known.results, strict=True) if compared is chosen.launches[-1]),
-        reason=wording.reason(experiment, known),
+        reason=wording.reason(known),
         number=known.number,
         decided=decision.decided,
         rivals=tuple(decision.arms[i].name for i in decision.rivals),
@@ -114,6 +115,7 @@ def value_for_sampler(experiment: Experiment, results: Sequence[TrialResult], re
 
     results: all of the campaign, which speed-ups are held against.
     """
+    experiment, _ = with_known_tails(experiment, results)
     compared = zip(results, with_campaign_metrics(results, experiment), strict=True)
     result = next((with_speedup for known, with_speedup in compared if known is result), result)
     missed, _ = find_misses(experiment, result)

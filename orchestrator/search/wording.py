@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from orchestrator.config import Experiment
 from orchestrator.measure.metrics import Quantity
 from orchestrator.search.decision import Decision, find_drift
 from orchestrator.search.objective import objective_metrics
@@ -15,13 +14,13 @@ from orchestrator.search.order import Conclusion
 _MOST_NAMED = 6
 
 
-def reason(experiment: Experiment, known: Conclusion) -> str:
+def reason(known: Conclusion) -> str:
     """One sentence or two about the choice. `known` has a decision."""
-    decision, number = known.decision, known.number
+    decision, number, objective = known.decision, known.number, known.experiment.objective
     assert decision is not None
     assert number is not None
     name = decision.arms[decision.choice].name
-    metric = " + ".join(objective_metrics(experiment.objective, experiment.workloads))
+    metric = " + ".join(objective_metrics(objective, known.experiment.workloads))
     head = f"{name}: {metric} {_number(known, number)}"
     if len(decision.arms) == 1:
         return f"{name}: the only result that competes, {metric} {_number(known, number)}"
@@ -35,13 +34,13 @@ def reason(experiment: Experiment, known: Conclusion) -> str:
     if decision.decided:
         equals = [i for i in _others(decision) if i not in decision.lost]
         return (
-            f"{head}, as good as {_names(decision, equals)} (it loses less than {experiment.objective.tie:.0%}) and "
+            f"{head}, as good as {_names(decision, equals)} (it loses less than {objective.tie:.0%}) and "
             "preferred to them"
         )
-    return f"{_undecided(experiment, decision)} {head}"
+    return f"{_undecided(decision)} {head}"
 
 
-def notes(experiment: Experiment, known: Conclusion) -> Iterator[str]:
+def notes(known: Conclusion) -> Iterator[str]:
     """What a reader of the choice should know about the machine and about the number."""
     decision = known.decision
     assert decision is not None
@@ -64,7 +63,7 @@ def notes(experiment: Experiment, known: Conclusion) -> Iterator[str]:
         yield f"not started again, being too far behind to win: {_names(decision, far)}"
 
 
-def _undecided(experiment: Experiment, decision: Decision) -> str:
+def _undecided(decision: Decision) -> str:
     names = [decision.arms[i].name for i in (decision.choice, *decision.rivals)]
     listed = names if len(names) <= _MOST_NAMED else [*names[: _MOST_NAMED - 1], f"{len(names) - _MOST_NAMED + 1} more"]
     bound = max((_bound(decision, rival) for rival in decision.rivals), default=math.inf)

@@ -12,7 +12,7 @@ import pytest
 from orchestrator import __version__
 from tests.support.paths import ROOT
 
-HEAVY = {"ray", "mlflow", "matplotlib", "omegaconf", "aiohttp", "numpy"}
+HEAVY = {"ray", "mlflow", "matplotlib", "omegaconf", "aiohttp", "numpy", "scipy"}
 VERBS = ("tune", "results", "compare", "bench", "doctor", "ui", "promote", "engine", "engine install", "engine list")
 # `-X importtime` writes a line per import to stderr: "import time: self | cumulative | module".
 IMPORT = re.compile(r"^import time:\s+\d+ \|\s+\d+ \|\s*([\w]+)", re.MULTILINE)

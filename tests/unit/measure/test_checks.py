@@ -107,6 +107,22 @@ def test_cached_tokens_up_to_the_template_are_allowed() -> None:
     assert "prefix_cache_hits" in judged(answered(cached_tokens=96))
 
 
+@pytest.mark.parametrize("samples", [20, 43, 44, 500])
+def test_a_late_client_is_found_in_few_samples(samples: int) -> None:
+    """The metric client_lag_p90_s needs 44 samples. The check, which makes a measurement invalid, needs 20."""
+    late, calm = ([replace(w, loop_lags_s=(lag_s,) * samples) for w in answered(1)] for lag_s in (0.2, 0.001))
+    assert "client_late" in judged(late)
+    assert not {"client_late", "client_jitter"} & judged(calm)
+    assert (measure_windows(late).metrics["client_lag_p90_s"] is None) is (samples < 44)
+
+
+def test_jitter_of_a_client_is_found_where_there_is_no_p99() -> None:
+    windows = [replace(w, loop_lags_s=(0.001,) * 97 + (0.2,) * 3) for w in answered(1)]
+    assert measure_windows(windows).metrics["client_lag_p99_s"] is None
+    assert "client_jitter" in judged(windows)
+    assert "client_late" not in judged(windows)
+
+
 def test_an_answer_that_was_cut_without_a_reason_is_short() -> None:
     assert "short_output" in judged(answered(completion_tokens=5, chunk_tokens=(2, 3)))
     assert "short_output" in judged(answered(completion_tokens=5, chunk_tokens=(2, 3), finish_reason=None))

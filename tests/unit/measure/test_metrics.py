@@ -115,6 +115,26 @@ def test_part_4_prefill_rate() -> None:
         assert formulas.prefill_tok_s(one) == pytest.approx(float(row["vllm_prefill_tok_s"]), rel=0.002)
 
 
+def test_a_tail_and_its_interval_have_the_repeats_as_their_unit() -> None:
+    """Two repeats whose requests are all alike: 88 values, and two independent ones."""
+    warm = [trace(sent_s=0.0)]
+    windows = [
+        window(*(trace(times_s=(10.0 + ttft_s, 12.0), index=i) for i in range(44)), wall_s=2.0) for ttft_s in (0.5, 1.0)
+    ]
+    metrics = measure_windows(windows, warm).metrics
+    for name in ("ttft_s", "ttft_p50_s", "ttft_p90_s"):
+        quantity = metrics[name]
+        assert quantity is not None
+        assert (quantity.n, quantity.over) == (88, "repeats")
+        assert quantity.low is not None
+        assert quantity.low < 0.1
+    assert metrics["ttft_p95_s"] is None
+    assert metrics["ttft_p99_s"] is None
+    assert metrics["ttft_max_s"].over is None
+    alone = measure_windows(windows[:1], warm).metrics["ttft_p90_s"]
+    assert (alone.low, alone.high, alone.over) == (0.5, 0.5, "requests")
+
+
 def test_failed_requests_enter_the_error_rate_and_nothing_else() -> None:
     bad = trace(times_s=(10.001,), error="engine died", completion_tokens=1)
     measured = measure_windows([window(trace(), trace(), bad, bad, wall_s=2.0)], [trace(sent_s=0.0)])

@@ -312,3 +312,29 @@ def test_the_fit_is_that_of_least_squares_and_knows_what_it_cannot_know() -> Non
     # No pass holds both an arm of the first two and one of the last two.
     apart = [Observation(arm=a, pass_number=a // 2, value=float(a)) for a in (0, 1, 2, 3) for _ in range(2)]
     assert math.isinf(fit_launches(apart).errors()[0][0, 2])
+
+
+@pytest.mark.parametrize("known", ["p95", "max"])
+def test_a_p99_of_too_few_requests_is_given_as_what_the_sample_can_tell(known: str) -> None:
+    """The early-stopping rule of MLPerf LoadGen: 459 requests have a p99, 90 a p95."""
+    experiment = make_experiment(objective=Objective(metric=f"{WORKLOAD}/ttft_p99_s", mode="min"), launches=3)
+    results = [
+        make_result(
+            name,
+            measurements={WORKLOAD: make_measurement(**{f"ttft_{known}_s": Quantity(value=value, n=300)})},
+            k=k,
+            pass_number=number,
+        )
+        for name, k, values in (("slow", 2, (3.0, 3.1, 3.05)), ("quick", 4, (1.0, 1.1, 1.05)))
+        for number, value in enumerate(values, start=1)
+    ]
+    selection = search.select(experiment, results)
+    assert name_of(selection) == "quick"
+    assert f"ttft_{known}_s" in selection.reason
+    (note,) = [note for note in selection.notes if "459" in note]
+    assert f"is given as {WORKLOAD}/ttft_{known}_s: a p99 needs 459 requests" in note
+    bounded = make_experiment(objective=Objective(metric=RATE, constraints=[f"{WORKLOAD}/ttft_p99_s <= 2"]))
+    two = make_measurement(decode_tok_s=(100.0,), ttft_max_s=Quantity(value=1.5, n=900))
+    kept = search.select(bounded, [make_result("kept", measurements={WORKLOAD: two})])
+    assert name_of(kept) == "kept"
+    assert any("stands for the maximum of 900" in note for note in kept.notes)

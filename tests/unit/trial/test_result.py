@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,17 +79,34 @@ def test_a_quantity_a_fact_and_a_series_of_repeats_are_one_line_each(result: tri
     lines = trial.to_json(replace(result, memory_series=SERIES)).splitlines()
     assert '    "ttft_s": [0.94, null, 0.95]' in lines
     assert '    "prefill_tok_s": null,' in lines
-    assert '    "acceptance_rate": {"value": 0.71, "low": null, "high": null, "n": 3},' in lines
+    assert '    "acceptance_rate": {"value": 0.71, "low": null, "high": null, "n": 3, "over": null},' in lines
     assert '  "gpu0_peak_gib": {"value": 92.94, "source": "NVML"},' in lines
     assert ' "status": "complete",' in lines
     assert "memory_series" not in "".join(lines)
+
+
+def test_a_number_says_what_its_interval_is_over_and_an_older_one_does_not(result: trial.TrialResult) -> None:
+    text = trial.to_json(result)
+    assert trial.from_json(text) == result
+    older = trial.from_json(re.sub(r', "over": (null|"\w+")', "", text))
+    quantities = [q for m in older.measurements.values() for q in m.metrics.values() if q is not None]
+    assert quantities
+    assert all(quantity.over is None for quantity in quantities)
+    told = replace(
+        result,
+        measurements={
+            name: replace(m, metrics={k: replace(q, over="repeats") if q else None for k, q in m.metrics.items()})
+            for name, m in result.measurements.items()
+        },
+    )
+    assert trial.from_json(trial.to_json(told)) == told
 
 
 def test_another_version_and_a_torn_file_are_refused(result: trial.TrialResult) -> None:
     text = trial.to_json(result)
     with pytest.raises(ValueError, match="schema_version 3, this program reads 1 and 2"):
         trial.from_json(text.replace('"schema_version": 2', '"schema_version": 3', 1))
-    with pytest.raises(ValueError, match=r"delimiter|value|Unterminated"):
+    with pytest.raises(ValueError, match=r"delimiter|value|Unterminated|Expecting"):
         trial.from_json(text[:-20])
 
 
