@@ -17,16 +17,18 @@ from typing import Any
 from orchestrator import search
 from orchestrator.campaign.bookkeeping import Bookkeeping
 from orchestrator.campaign.budget import TimeBudget
-from orchestrator.campaign.keys import add_keys
+from orchestrator.campaign.keys import Keys, explain_change
 from orchestrator.campaign.launches import Account, Event, Launch, Sampler
 from orchestrator.campaign.ledger import Ledger, claim_folder
 from orchestrator.config import Experiment, TrialSpec, trial_spec
 from orchestrator.outcome import TrialStatus
-from orchestrator.search.space import point_name
+from orchestrator.search.space import configuration_id, point_name
 from orchestrator.tracking import Recorded
 from orchestrator.trial import TrialResult
 
 MAX_ATTEMPTS = 3
+# Where a result keeps what its key was made of.
+KEY_PARTS = "key_parts"
 ALIKE_FAILURES_THAT_STOP = 3
 # Causes outside the trial itself. While the campaign is being interrupted, the interrupt is what brings them about.
 LOST = frozenset({"trial_process_lost", "node_lost", "not_placed"})
@@ -39,8 +41,11 @@ def open_campaign(
     resume: bool,
     on_event: Callable[[Event], None] = lambda _: None,
     make_sampler: Callable[[Experiment, Ledger], Sampler | None] = lambda _experiment, _ledger: None,
+    machine: str | None = None,
 ) -> Iterator[Campaign]:
     """Lock the campaign's folder, plan its launches and open its record; with `resume`, read earlier results back.
+
+    machine: what all trials run on, where it is known in advance; a result of another one is not read back.
 
     Raises ConfigError for a point that cannot be planned and while another driver holds the folder, MachineError when
     the folder cannot be written, TrackingError when the store cannot be opened.
@@ -54,8 +59,11 @@ def open_campaign(
             budget=TimeBudget(experiment.search.time_budget_s),
             skipped=skipped,
             on_event=on_event,
+            keys=Keys(machine=machine),
         )
-        campaign.enqueue(search.pass_order(experiment, add_keys(specs), 1))
+        campaign.enqueue(search.pass_order(experiment, campaign.keys.add(specs), 1))
+        if resume:
+            campaign.explain_left_out()
         campaign.sampler = make_sampler(experiment, ledger)
         campaign.bookkeeping.start(ledger.folder)
         try:
@@ -76,6 +84,7 @@ class Campaign:
     budget: TimeBudget
     skipped: list[tuple[str, str]]
     on_event: Callable[[Event], None]
+    keys: Keys
     sampler: Sampler | None = None
     launches: list[Launch] = field(default_factory=list)
     results: dict[str, TrialResult] = field(default_factory=dict)
@@ -168,7 +177,8 @@ class Campaign:
         if self.interrupted and result.cause in LOST:
             return
         started_at = result.started_at or self._started.get(launch.id, "")
-        result = replace(result, started_at=started_at, pass_number=launch.pass_number)
+        provenance = {**result.provenance, KEY_PARTS: self.keys.parts.get(launch.spec.key, {})}
+        result = replace(result, started_at=started_at, pass_number=launch.pass_number, provenance=provenance)
         # A trial masks the secrets in what it writes. Another launch of the point needs them.
         self.results[launch.id] = replace(result, spec=launch.spec)
         try:
@@ -184,6 +194,20 @@ class Campaign:
         self._emit(launch, None, result)
         note = self.budget.forecast(self.results.values(), [queued.spec.name for queued in self._queue])
         if note is not None:
+            self.on_event(Event(note=note))
+
+    def explain_left_out(self) -> None:
+        """Note the finished results of the folder that are of no planned point any more, and what has changed."""
+        planned = {configuration_id(launch.spec): launch.spec for launch in self.launches}
+        names: dict[str, list[str]] = {}
+        for result in self.ledger.read_others({launch.spec.key for launch in self.launches}):
+            now = planned.get(configuration_id(result.spec))
+            known = result.provenance.get(KEY_PARTS) or {}
+            changed = explain_change(known, self.keys.parts[now.key]) if now else "the point is not planned"
+            names.setdefault(changed or "of an earlier version of this program", []).append(result.spec.name)
+        for why, left_out in names.items():
+            note = f"{len(left_out)} results of this folder are left out ({why}): {', '.join(sorted(left_out))}"
+            self.notes.append(note)
             self.on_event(Event(note=note))
 
     def stop(self, why: str) -> None:
@@ -260,7 +284,7 @@ class Campaign:
                     self.skipped.append(missing)
                 return
             sample_id, params = drawn
-            (spec,) = add_keys([trial_spec(self.experiment, point_name(params), params)])
+            (spec,) = self.keys.add([trial_spec(self.experiment, point_name(params), params)])
             twin = next((launch for launch in self.launches if launch.spec.key == spec.key), None)
             if twin is None:
                 self.enqueue([self._make_name_unique(spec)])

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -46,6 +46,14 @@ class Ledger:
         except (OSError, ValueError):
             return None
         return None if result.status is TrialStatus.INFRASTRUCTURE else result
+
+    def read_others(self, keys: Collection[str]) -> Iterator[TrialResult]:
+        """The finished results in this folder whose points have none of these keys."""
+        for workdir in sorted((self.folder / "trials").glob("*")):
+            if workdir.name.partition("-")[0] not in keys:
+                result = self.read_result(workdir.name)
+                if result is not None:
+                    yield result
 
     def write_result(self, launch_id: str, result: TrialResult) -> None:
         """Keep the result of a launch. Raises OSError, for example on a full disk; an earlier result stays whole."""

@@ -79,6 +79,7 @@ def _run_campaign(
     from orchestrator import cluster
     from orchestrator.campaign.campaign import open_campaign
     from orchestrator.cli import dry_run, progress
+    from orchestrator.node.provenance import describe_machine
     from orchestrator.tuning import nodes, sampler
     from orchestrator.tuning import tune as ray_tune
 
@@ -87,7 +88,13 @@ def _run_campaign(
     dry_run.check_startable(experiment)
     with (
         progress.live_view(stderr_console) as on_event,
-        open_campaign(experiment, resume=resume, on_event=on_event, make_sampler=sampler.make_sampler) as campaign,
+        open_campaign(
+            experiment,
+            resume=resume,
+            on_event=on_event,
+            make_sampler=sampler.make_sampler,
+            machine=describe_machine() if address is None else None,
+        ) as campaign,
     ):
         print_message(
             f"{experiment.name}: {len(campaign.launches)} launches planned, {len(campaign.results)} already finished, "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -233,11 +234,11 @@ class TrialSpec:
     workloads: dict[str, Workload]
     key: str = ""
 
-    def with_key(self, engine_version: str | None, model_fingerprint: str | None) -> TrialSpec:
-        """The same point, keyed by content, engine version and model: what makes a finished trial reusable."""
+    def with_key(self, parts: Mapping[str, str | None] | None = None) -> TrialSpec:
+        """The same point, keyed by its content and the given parts: what makes a finished trial reusable."""
         engine = {k: v for k, v in asdict(self.engine).items() if k not in ("ready", "stop", "root")}
         content = [engine, asdict(self.placement), {n: asdict(w) for n, w in self.workloads.items()}]
-        text = json.dumps([content, engine_version, model_fingerprint], sort_keys=True, default=str)
+        text = json.dumps([content, dict(parts or {})], sort_keys=True, default=str)
         return replace(self, key=hashlib.sha256(text.encode()).hexdigest()[:12])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import hashlib
 import json
 import os
 import re
@@ -117,6 +118,20 @@ def engine_version(spec: EngineSpec) -> str | None:
     if interpreter is None:
         return None
     return _metadata_version(interpreter, find_engine(spec.kind).distributions, spec.env.get("PYTHONPATH"))
+
+
+def digest_packages(spec: EngineSpec) -> str | None:
+    """A digest of the names and versions of all distributions beside the engine; no process is started.
+
+    None where the engine is no Python program, or its packages are not where an environment has them.
+    """
+    command, _ = resolve_command(spec, ["python"])
+    executable = shutil.which(command[0])
+    interpreter = _interpreter(Path(executable).absolute()) if executable else None
+    if interpreter is None:
+        return None
+    names = sorted(path.name for path in interpreter.parent.parent.glob("lib/python3*/site-packages/*.dist-info"))
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:12] if names else None
 
 
 def read_stamp(environment: Path) -> Stamp | None:

@@ -6,6 +6,8 @@ import contextlib
 import os
 import platform
 import subprocess
+from collections import Counter
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,7 @@ def provenance(engine_version: str | None) -> dict[str, Any]:
         "hostname": platform.node(),
         "os": platform.platform(),
         "python": platform.python_version(),
-        "cpu": _cpu_name(),
-        "num_cpus": os.cpu_count(),
+        **_cpu(),
         "memory_gib": round(psutil.virtual_memory().total / gpus.GIB, 1),
         "gpus": [str(gpu) for gpu in gpus.read_gpus()],
         "driver": gpus.driver_version(),
@@ -32,6 +33,25 @@ def provenance(engine_version: str | None) -> dict[str, Any]:
         "versions": versions,
         "git_commit": _git_commit(),
     }
+
+
+def describe_machine() -> str | None:
+    """This machine, as `machine_of` writes it: GPU models, their number and driver; without GPUs the CPU."""
+    return machine_of({"gpus": [str(g) for g in gpus.read_gpus()], "driver": gpus.driver_version(), **_cpu()})
+
+
+def machine_of(known: Mapping[str, Any]) -> str | None:
+    """The machine of a provenance in one line; None where it is not recorded. Alike machines are one: the host's name,
+    which decides nothing, is not in it.
+    """
+    if known.get("gpus"):
+        models = " + ".join(f"{number} x {name}" for name, number in Counter(known["gpus"]).items())
+        return f"{models}, driver {known.get('driver') or 'unknown'}"
+    return f"{known['num_cpus']} x {known['cpu']}" if known.get("cpu") else None
+
+
+def _cpu() -> dict[str, Any]:
+    return {"cpu": _cpu_name(), "num_cpus": os.cpu_count()}
 
 
 def _version(name: str) -> str | None:

@@ -11,6 +11,7 @@ from orchestrator.config import Experiment, TrialSpec
 from orchestrator.measure.inference import student_point
 from orchestrator.measure.metrics import Measurement, Quantity
 from orchestrator.measure.verdict import Level, Verdict
+from orchestrator.node.provenance import machine_of
 from orchestrator.outcome import TrialStatus
 from orchestrator.search.objective import MEMORY, find_misses, objective_metrics, parse_constraint, preference, score
 from orchestrator.search.space import configuration_id, plan
@@ -57,9 +58,10 @@ def line_up(experiment: Experiment, results: Sequence[TrialResult]) -> Field:
     found: list[Arm] = []
     excluded: dict[str, str] = {}
     notes: list[str] = []
+    machine = _most_common_machine(results)
     for launches in group_launches(results):
         name = launches[0].spec.name
-        used, why, said = _usable(experiment, launches)
+        used, why, said = _usable(experiment, launches, machine)
         notes += said
         if used:
             missed, said_of_bounds = find_misses(experiment, pool_launches(used))
@@ -94,9 +96,17 @@ def judged_level(experiment: Experiment, result: TrialResult) -> Level | None:
     return max(levels, key=list(Level).index) if levels and len(levels) == len(verdicts) else None
 
 
-def _usable(experiment: Experiment, launches: Sequence[TrialResult]) -> tuple[list[TrialResult], str | None, list[str]]:
+def _most_common_machine(results: Sequence[TrialResult]) -> str | None:
+    """The machine that most launches were measured on; of equally many the last. Numbers of others say nothing here."""
+    names = [machine_of(result.provenance) for result in results if result.measurements]
+    return max(reversed(names), key=names.count, default=None)
+
+
+def _usable(
+    experiment: Experiment, launches: Sequence[TrialResult], machine: str | None
+) -> tuple[list[TrialResult], str | None, list[str]]:
     """(the launches that count, why none does, a sentence for each launch that is left out of others)."""
-    reasons = {id(result): _why_unusable(experiment, result) for result in launches}
+    reasons = {id(result): _why_unusable(experiment, result, machine) for result in launches}
     fatal = [r for r in launches if r.status not in (TrialStatus.COMPLETE, *_MISSING)]
     used = [] if fatal else [r for r in launches if reasons[id(r)] is None]
     valid = [r for r in used if judged_level(experiment, r) is Level.VALID]
@@ -113,9 +123,11 @@ def _usable(experiment: Experiment, launches: Sequence[TrialResult]) -> tuple[li
     return kept, None, notes
 
 
-def _why_unusable(experiment: Experiment, result: TrialResult) -> str | None:
+def _why_unusable(experiment: Experiment, result: TrialResult, machine: str | None) -> str | None:
     if result.status is not TrialStatus.COMPLETE:
         return f"{result.status.value}: {result.cause}" if result.cause else result.status.value
+    if machine_of(result.provenance) != machine:
+        return f"measured on another machine ({machine_of(result.provenance) or 'unknown'}, not {machine or 'unknown'})"
     level = judged_level(experiment, result)
     if level is None and score(experiment, result) is not None:
         return "without a verdict"

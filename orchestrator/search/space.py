@@ -131,7 +131,7 @@ def draw(experiment: Experiment, suggest: Callable[[Dimension], Any]) -> dict[st
 
 def configuration_id(spec: TrialSpec) -> str:
     """The same for two points exactly when they start and measure the same thing, whatever they are called."""
-    return spec.with_key(None, None).key
+    return spec.with_key().key
 
 
 def check_engines(experiment: Experiment) -> None:

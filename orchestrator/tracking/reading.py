@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mlflow import MlflowClient
@@ -47,11 +47,27 @@ def last_campaign(experiment: Experiment, *, all: bool = False) -> list[Recorded
     chosen = [run.info.run_id for run in (parents if all else parents[:1])]
     children = [run for c in chosen for run in reversed(runs) if run.data.tags.get(PARENT) == c]
     results = [recorded(client, uri, run) for run in children if "result" in run.data.tags]
+    results = _number_passes(results, chosen)
     answered = {(r.campaign_id, r.result.spec.key) for r in results if r.result.status != TrialStatus.INFRASTRUCTURE}
     return [
         r
         for r in results
         if r.result.status != TrialStatus.INFRASTRUCTURE or (r.campaign_id, r.result.spec.key) not in answered
+    ]
+
+
+def _number_passes(results: list[Recorded], campaigns: list[str]) -> list[Recorded]:
+    """Passes numbered over all campaigns, the oldest first: the first passes of two campaigns are not one."""
+    found: dict[str | None, list[Recorded]] = {campaign: [] for campaign in reversed(campaigns)}
+    for each in results:
+        found[each.campaign_id].append(each)
+    before, offsets = 0, dict[str | None, int]()
+    for campaign, members in found.items():
+        offsets[campaign] = before
+        before += max((each.result.pass_number for each in members), default=0)
+    return [
+        replace(each, result=replace(each.result, pass_number=each.result.pass_number + offsets[each.campaign_id]))
+        for each in results
     ]
 
 

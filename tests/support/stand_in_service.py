@@ -72,7 +72,7 @@ def stand_in_result(
     rates = {"decode_tok_s": Quantity(value=rate, low=repeats[0], high=repeats[2], n=18)}
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return make_result(
-        spec.with_key(None, None),
+        spec.with_key(),
         level=level,
         measurements={"talk": replace(measured, metrics=rates, num_requests=18)},
         phases_s={"starting": 1.0, "measuring": 2.0, "stopping": 0.5},

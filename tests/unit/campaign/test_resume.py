@@ -167,3 +167,16 @@ def test_results_on_disk_are_what_search_selects_from(tmp_path: Path) -> None:
         drive(running, by_k)
         read = [trial.from_json((running.workdir(n) / "result.json").read_text()) for n in running.launches]
     assert search.select(swept, read).best in read
+
+
+def test_resume_on_another_machine_runs_again_and_says_what_is_left_out(tmp_path: Path) -> None:
+    swept, notes = k_sweep(tmp_path), list[str]()
+    with open_checked(swept, machine="2 x A, driver 550") as running:
+        drive(running, by_k)
+    note = lambda event: notes.append(event.note) if event.note else None  # noqa: E731
+    with open_checked(swept, resume=True, machine="2 x A, driver 560", on_event=note) as running:
+        assert len(drive(running, by_k)) == 3
+        _, selection = running.finish()
+    (said,) = notes
+    assert said.startswith("3 results of this folder are left out (machine: 2 x A, driver 550 -> 2 x A, driver 560)")
+    assert said in selection.notes

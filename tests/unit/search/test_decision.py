@@ -338,3 +338,16 @@ def test_a_p99_of_too_few_requests_is_given_as_what_the_sample_can_tell(known: s
     kept = search.select(bounded, [make_result("kept", measurements={WORKLOAD: two})])
     assert name_of(kept) == "kept"
     assert any("stands for the maximum of 900" in note for note in kept.notes)
+
+
+def test_results_of_another_machine_are_left_out_by_name() -> None:
+    gpu, cpu = {"gpus": ["NVIDIA H200 140 GiB"], "driver": "560"}, {"cpu": "AMD EPYC", "num_cpus": 2}
+    results = make_launches("A", 200, 201, k=4, provenance=gpu) + make_launches("B", 100, 101, k=2, provenance=gpu)
+    other = make_result("C", 900, k=6, provenance=cpu)
+    again = replace(results[2], pass_number=3, provenance=cpu)
+    selection = search.select(AGAIN, [*results, other, again])
+    assert name_of(selection) == "A"
+    assert selection.excluded["C"] == (
+        "measured on another machine (2 x AMD EPYC, not 1 x NVIDIA H200 140 GiB, driver 560)"
+    )
+    assert any(note.startswith("B: launch 3 is left out: measured on another machine") for note in selection.notes)
