@@ -235,11 +235,14 @@ def write(path: Path, rows: Iterator[dict[str, object]], say: Callable[[str], No
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--campaigns", type=int, default=1000)
-    campaigns = parser.parse_args().campaigns
+    parser.add_argument("--campaigns", type=int, default=500)
+    parser.add_argument("--only", choices=("decisions", "sweep"))
+    asked = parser.parse_args()
     say = lambda text: print(text, flush=True)  # noqa: E731
-    write(HERE / "decisions.csv", decisions(campaigns), say)
-    write(HERE / "sweep.csv", sweep(max(1, campaigns // 5)), say)
+    if asked.only != "sweep":
+        write(HERE / "decisions.csv", decisions(asked.campaigns), say)
+    if asked.only != "decisions":
+        write(HERE / "sweep.csv", sweep(max(1, asked.campaigns // 5)), say)
 
 
 if __name__ == "__main__":

@@ -216,13 +216,19 @@ def dunnett_point(error_rate: float, comparisons: int, freedom: float) -> float:
 
 
 def _dunnett_cdf(point: float, comparisons: int, freedom: float) -> float:
-    nodes, weights = np.polynomial.legendre.leggauss(_NODES)
-    share, weight = (nodes + 1) / 2, weights / 2
+    share, weight = _nodes()
     normal = special.ndtri(share)
     scale = np.ones(1) if math.isinf(freedom) else np.sqrt(2 * special.gammaincinv(freedom / 2, share) / freedom)
     inner = special.ndtr(math.sqrt(2) * point * scale[:, None] + normal[None, :]) ** comparisons
     over_control = inner @ weight
     return float(over_control[0] if math.isinf(freedom) else over_control @ weight)
+
+
+@functools.cache
+def _nodes() -> tuple[Array, Array]:
+    """Gauss and Legendre's nodes and weights on 0 to 1."""
+    nodes, weights = np.polynomial.legendre.leggauss(_NODES)
+    return (nodes + 1) / 2, weights / 2
 
 
 def student_point(freedom: float, confidence: float = 0.95) -> float:

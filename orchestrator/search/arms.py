@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from orchestrator.config import Experiment, TrialSpec
 from orchestrator.measure.inference import student_point
 from orchestrator.measure.metrics import Measurement, Quantity
-from orchestrator.measure.verdict import Level, Verdict
+from orchestrator.measure.verdict import Level, Verdict, worst
 from orchestrator.node.provenance import machine_of
 from orchestrator.outcome import TrialStatus
 from orchestrator.search.objective import MEMORY, find_misses, objective_metrics, parse_constraint, preference, score
@@ -86,14 +86,20 @@ def group_launches(results: Sequence[TrialResult]) -> list[list[TrialResult]]:
     return list(groups.values())
 
 
-def judged_level(experiment: Experiment, result: TrialResult) -> Level | None:
+def judged_verdict(experiment: Experiment, result: TrialResult) -> Verdict | None:
     """The worst verdict among the workloads that the objective or a constraint uses; None when one was not judged."""
     names = [*objective_metrics(experiment.objective, experiment.workloads)]
     names += [parse_constraint(text).metric for text in experiment.objective.constraints]
     used = {name.partition("/")[0] for name in names} - {MEMORY}
-    verdicts = [result.verdicts.get(workload) for workload in used] or [result.verdict]
-    levels = [verdict.level for verdict in verdicts if verdict is not None]
-    return max(levels, key=list(Level).index) if levels and len(levels) == len(verdicts) else None
+    verdicts = [result.verdicts.get(workload) for workload in sorted(used)] or [result.verdict]
+    known = [verdict for verdict in verdicts if verdict is not None]
+    return worst(known) if known and len(known) == len(verdicts) else None
+
+
+def judged_level(experiment: Experiment, result: TrialResult) -> Level | None:
+    """The level of `judged_verdict`."""
+    verdict = judged_verdict(experiment, result)
+    return None if verdict is None else verdict.level
 
 
 def _most_common_machine(results: Sequence[TrialResult]) -> str | None:
@@ -139,11 +145,8 @@ def _why_unusable(experiment: Experiment, result: TrialResult, machine: str | No
 
 
 def _codes(experiment: Experiment, result: TrialResult) -> str:
-    level = judged_level(experiment, result)
-    verdicts = [verdict for verdict in result.verdicts.values() if verdict.level is level]
-    if not verdicts and result.verdict is not None:
-        verdicts = [result.verdict]
-    reasons = [reason for verdict in verdicts for reason in verdict.reasons]
+    verdict = judged_verdict(experiment, result)
+    reasons = verdict.reasons if verdict else ()
     return ", ".join(dict.fromkeys(reason.code for reason in reasons)) or "no reason given"
 
 

@@ -48,7 +48,7 @@ class Ratio:
 class Decision:
     """What the launches up to one pass say about the arms (all indices are into `arms`).
 
-    order: best estimate first. choice: the arm to name now. decided: whether it is proven good enough, and `ahead`:
+    order: best estimate first. choice: the arm to name now. decided: whether it is proven good enough, or `ahead`:
     better than every other. lost: arms proven to be more than objective.tie behind another; dropped: not proven so, but
     too far behind to be started again. rivals: what an undecided choice may still lose to. launches_needed:
     further launches of each that would decide, about.
@@ -104,15 +104,17 @@ def decide(objective: Objective, arms: Sequence[Arm], looks: int) -> Decision:
     # The most preferred of those that may be good enough; among equally preferred ones the better estimate.
     preferred = min(left, key=lambda i: arms[i].rank)
     losses = table.gains[:, preferred] + table.reach[:, preferred]
-    decided = len(arms) == 1 or all(losses[i] <= table.tie for i in left if i != preferred)
-    choice = preferred if decided else left[0]
+    is_good = len(arms) == 1 or all(losses[i] <= table.tie for i in left if i != preferred)
+    choice = preferred if is_good else left[0]
+    ahead = all(proven[choice, i] > _SAME for i in indices if i != choice)
+    decided = is_good or ahead
     rivals = () if decided else tuple(i for i in left if i != choice and i not in dropped)
     return Decision(
         arms=tuple(arms),
         order=order,
         choice=choice,
         decided=decided,
-        ahead=decided and all(proven[choice, i] > _SAME for i in indices if i != choice),
+        ahead=ahead,
         lost=lost,
         dropped=dropped,
         rivals=rivals,
@@ -153,6 +155,8 @@ class _Table:
 
     def _reach(self) -> Array:
         errors, freedom = self.fit.errors()
+        if not self.fit.freedom:
+            return errors
         rounded = np.round(freedom, 1)
         points = np.zeros_like(rounded)
         for value in np.unique(rounded):

@@ -11,6 +11,7 @@ from orchestrator.measure.metrics import Quantity
 from orchestrator.measure.quantity import differs, ratio
 from orchestrator.measure.verdict import Level
 from orchestrator.outcome import TrialStatus
+from orchestrator.search.arms import judged_verdict
 from orchestrator.search.objective import find_misses, objective_metrics, samples, score
 from orchestrator.tracking import Recorded
 from orchestrator.trial import TrialResult
@@ -55,11 +56,12 @@ def find_candidate(experiment: Experiment, run_id: str | None) -> Recorded:
 def find_objections(experiment: Experiment, result: TrialResult) -> tuple[str, ...]:
     """Why this result may not be promoted; empty when it is complete, valid and keeps every constraint."""
     found: list[str] = []
-    if result.verdict is None:
+    verdict = judged_verdict(experiment, result)
+    if verdict is None:
         found.append("it has no verdict")
-    elif result.verdict.level is not Level.VALID:
-        reasons = "; ".join(f"{reason.code}: {reason.detail}" for reason in result.verdict.reasons)
-        found.append(f"its numbers are {result.verdict.level.value} ({reasons or 'no reason given'})")
+    elif verdict.level is not Level.VALID:
+        reasons = "; ".join(f"{reason.code}: {reason.detail}" for reason in verdict.reasons)
+        found.append(f"its numbers are {verdict.level.value} ({reasons or 'no reason given'})")
     missed, _ = find_misses(experiment, result)
     found.extend(f"constraint not kept: {each}" for each in missed)
     return tuple(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -15,11 +16,13 @@ from pathlib import Path
 import pytest
 
 from orchestrator import search, trial
+from orchestrator.campaign.launches import Launch
 from orchestrator.config import EngineSpec
 from orchestrator.errors import ConfigError, MachineError
 from orchestrator.outcome import TrialStatus
-from tests.support.builders import SPECULATION, WORKLOAD
-from tests.support.campaigns import by_k, drive, fault, k_sweep, open_checked, runs
+from orchestrator.trial import TrialResult
+from tests.support.builders import SPECULATION, WORKLOAD, K
+from tests.support.campaigns import answer, by_k, drive, fault, k_sweep, open_checked, runs
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
@@ -104,7 +107,7 @@ import os, sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
 from orchestrator.campaign.campaign import open_campaign
-from tests.support.campaigns import by_k, drive, k_sweep
+from tests.support.campaigns import answer, by_k, drive, k_sweep
 with open_campaign(k_sweep(Path({folder!r})), resume=False) as running:
     drive(running, by_k, most=1)
     running.mark_started("x", running.next_launch())
@@ -180,3 +183,20 @@ def test_resume_on_another_machine_runs_again_and_says_what_is_left_out(tmp_path
     (said,) = notes
     assert said.startswith("3 results of this folder are left out (machine: 2 x A, driver 550 -> 2 x A, driver 560)")
     assert said in selection.notes
+
+
+def test_a_pass_that_was_interrupted_is_resumed_in_its_order(tmp_path: Path) -> None:
+    swept = k_sweep(tmp_path, grid={K: [2, 4, 6]}, launches=3)
+
+    def respond(launch: Launch) -> TrialResult:
+        return answer(launch, 100 + random.Random(launch.spec.name).uniform(-3, 3))
+
+    with open_checked(swept) as running:
+        whole = drive(running, respond)
+    assert len(whole) > 6, "nothing is decided, so that there are passes to interrupt"
+    for most in (1, 4, 5):
+        with open_checked(swept) as running:
+            started = drive(running, respond, most=most)
+        with open_checked(swept, resume=True) as running:
+            assert started + drive(running, respond) == whole
+            assert [n.pass_number for n in running.launches] == [1, 1, 1, 2, 2, 2, *[3] * (len(whole) - 6)]
