@@ -11,7 +11,7 @@ import collections
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import special
@@ -38,13 +38,16 @@ class Fit:
     """The least-squares fit of arm and pass effects.
 
     estimates[a]: arm a at the level of the average pass. launch_sd: the pooled standard deviation of one launch, None
-    with no degree of freedom left. noisy: arm -> its own standard deviation and degrees of freedom, where the pooled
-    one does not hold. counts[a]: launches of arm a. passes[p]: the effect of pass p against the first.
+    with no degree of freedom left. spread: that of a launch around its arm, with all that passes differ by, and its
+    degrees of freedom; an absolute number is uncertain by it. noisy: arm -> its own standard deviation and degrees of
+    freedom, where the pooled one does not hold. counts[a]: launches of arm a. passes[p]: the effect of pass p against
+    the first.
     """
 
     estimates: tuple[float, ...]
     launch_sd: float | None
     freedom: int
+    spread: tuple[float, int] | None
     noisy: dict[int, tuple[float, int]]
     counts: tuple[int, ...]
     passes: tuple[float, ...]
@@ -152,11 +155,14 @@ def fit_launches(observations: Sequence[Observation]) -> Fit:
         noisy[found[0]] = found[1:]
     layout = _Layout(observations)
     arms, passes, _, _ = layout.solve()
-    squares, freedom = _squares([o for o in observations if o.arm not in noisy])
+    regular = [o for o in observations if o.arm not in noisy]
+    squares, freedom = _squares(regular)
+    around, around_freedom = _squares([replace(o, pass_number=0) for o in regular])
     return Fit(
         estimates=tuple(float(x) for x in arms + passes.mean()),
         launch_sd=math.sqrt(squares / freedom) if freedom else None,
         freedom=freedom,
+        spread=(math.sqrt(around / around_freedom), around_freedom) if around_freedom else None,
         noisy=noisy,
         counts=tuple(int(n) for n in layout.counts),
         passes=tuple(float(x) for x in passes),

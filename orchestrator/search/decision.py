@@ -78,15 +78,19 @@ class Decision:
         return Ratio(value=math.exp(gain), low=math.exp(gain - reach), high=math.exp(gain + reach))
 
     def number(self, passes: Sequence[int]) -> Quantity:
-        """The value of the choice in these passes alone, with the pooled noise of a launch as its interval."""
+        """The value of the choice in these passes alone.
+
+        Its interval is the pooled spread of launches, passes included: another campaign has other passes.
+        """
         arm = self.arms[self.choice]
         pairs = zip(arm.launches, arm.values, strict=True)
         values = [value for launch, value in pairs if launch.pass_number in passes] or list(arm.values)
         forth, back = scale_of([value for each in self.arms for value in each.values])
         centre = statistics.fmean(map(forth, values))
-        sd, freedom = self.fit.noisy.get(self.choice, (self.fit.launch_sd, self.fit.freedom))
-        if sd is None or freedom < 1:
+        spread = self.fit.noisy.get(self.choice, self.fit.spread)
+        if spread is None:
             return Quantity(value=back(centre), n=len(values))
+        sd, freedom = spread
         reach = student_point(freedom) * sd / math.sqrt(len(values))
         low, high = back(centre - reach), back(centre + reach)
         return Quantity(value=back(centre), low=low, high=high, n=len(values), over="launches")
