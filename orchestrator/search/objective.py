@@ -75,8 +75,7 @@ def value_or_maximum(result: TrialResult, metric: str) -> tuple[Quantity | None,
     most = value(result, _with_tail(metric, which, "max"))
     if most is None:
         return None, None
-    needed = samples_needed(which)
-    return most, f"{metric} stands for the maximum of {most.n}: a {which} needs {needed} requests in one launch"
+    return most, f"{metric} stands for the maximum of {most.n}: {_why_absent(which, most.n)}"
 
 
 def with_known_tails(experiment: Experiment, results: Sequence[TrialResult]) -> tuple[Experiment, str | None]:
@@ -106,11 +105,18 @@ def with_known_tails(experiment: Experiment, results: Sequence[TrialResult]) -> 
 
 def _tail_of(metric: str) -> Tail | None:
     """The quantile that a metric is and that needs its sample (p90, p95, p99); None for any other metric."""
-    return next((which for which in TAILS if samples_needed(which) > 1 and f"_{which}" in metric), None)
+    name = metric.rpartition("/")[2]
+    return next((which for which in TAILS if samples_needed(which) > 1 and f"_{which}" in name), None)
+
+
+def _why_absent(which: Tail, n: int) -> str:
+    needed = samples_needed(which)
+    return f"a {which} needs {needed} requests in one launch" if n < needed else f"no launch has a {which}"
 
 
 def _with_tail(metric: str, which: str, other: str) -> str:
-    return metric.replace(f"_{which}", f"_{other}")
+    place, slash, name = metric.rpartition("/")
+    return f"{place}{slash}{name.replace(f'_{which}', f'_{other}')}"
 
 
 def objective_metrics(objective: Objective, workloads: Mapping[str, Workload]) -> dict[str, float]:

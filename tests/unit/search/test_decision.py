@@ -337,7 +337,20 @@ def test_a_p99_of_too_few_requests_is_given_as_what_the_sample_can_tell(known: s
     two = make_measurement(decode_tok_s=(100.0,), ttft_max_s=Quantity(value=1.5, n=900))
     kept = search.select(bounded, [make_result("kept", measurements={WORKLOAD: two})])
     assert name_of(kept) == "kept"
-    assert any("stands for the maximum of 900" in note for note in kept.notes)
+    assert any("stands for the maximum of 900: no launch has a p99" in note for note in kept.notes)
+
+
+def test_the_name_of_a_workload_is_no_quantile() -> None:
+    name = "load_p99"
+    tails = make_measurement(ttft_max_s=Quantity(value=1.0, n=10))
+    spec = make_spec("a", workloads=(name,))
+    experiment = make_experiment(
+        workloads=(name,),
+        objective=Objective(metric=f"{name}/ttft_p99_s", mode="min", constraints=[f"{name}/ttft_p90_s <= 2"]),
+    )
+    selection = search.select(experiment, [make_result(spec, measurements={name: tails})])
+    assert f"{name}/ttft_max_s" in selection.reason
+    assert any(f"{name}/ttft_p90_s stands for the maximum of 10: a p90 needs 44" in note for note in selection.notes)
 
 
 def test_results_of_another_machine_are_left_out_by_name() -> None:
