@@ -8,7 +8,7 @@ result wins; wording: in words.
 from orchestrator.search.arms import pool_points
 from orchestrator.search.comparison import pareto, with_campaign_metrics
 from orchestrator.search.objective import score, value
-from orchestrator.search.order import count_starts, next_pass, pass_order
+from orchestrator.search.order import conclude, count_starts, next_pass, pass_order
 from orchestrator.search.pruning import clearly_worse, hopeless
 from orchestrator.search.selection import Selection, check, select, value_for_sampler
 from orchestrator.search.space import Dimension, Plan, Skipped, check_engines, draw, plan, points
@@ -21,6 +21,7 @@ __all__ = [
     "check",
     "check_engines",
     "clearly_worse",
+    "conclude",
     "count_starts",
     "draw",
     "hopeless",

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from orchestrator import search, tracking
 from orchestrator.config import Experiment
 from orchestrator.errors import PromotionError
+from orchestrator.measure.inference import student_point
 from orchestrator.measure.metrics import Quantity
-from orchestrator.measure.quantity import differs, ratio
+from orchestrator.measure.quantity import ratio
 from orchestrator.measure.verdict import Level
 from orchestrator.outcome import TrialStatus
 from orchestrator.search.arms import judged_verdict
+from orchestrator.search.decision import ASSUMED_LAUNCH_SD
 from orchestrator.search.objective import find_misses, objective_metrics, samples, score
+from orchestrator.search.space import configuration_id
 from orchestrator.tracking import Recorded
 from orchestrator.trial import TrialResult
 
@@ -74,17 +78,49 @@ def require_complete(result: TrialResult) -> None:
         raise PromotionError(f"{result.spec.name} is not complete but {why}: {result.reason or 'nothing was measured'}")
 
 
-def compare_with_champion(experiment: Experiment, challenger: TrialResult, champion: TrialResult) -> Comparison:
-    """Whether the challenger's objective is better by more than the noise of both."""
-    repeats = samples(experiment, challenger), samples(experiment, champion)
-    gain = ratio(*repeats)
+def compare_with_champion(experiment: Experiment, challenger: Recorded, champion: Recorded) -> Comparison:
+    """Whether the challenger's objective is better by more than two starts of one configuration differ.
+
+    Where both were started again in the last campaign, its launches tell; else there is one launch of each, whose
+    repeats know nothing of the next start, so that the noise of a launch is assumed.
+    """
+    gain = _ratio_of_launches(experiment, challenger, champion)
+    if gain is None:
+        gain = _with_launch_noise(ratio(samples(experiment, challenger.result), samples(experiment, champion.result)))
     better = False
-    if gain is not None and differs(*repeats):
-        better = gain.value > 1 if experiment.objective.mode == "max" else gain.value < 1
+    if gain is not None and gain.low is not None and gain.high is not None:
+        better = gain.low > 1 if experiment.objective.mode == "max" else gain.high < 1
     return Comparison(
         metric=" + ".join(objective_metrics(experiment.objective, experiment.workloads)),
-        challenger=score(experiment, challenger),
-        champion=score(experiment, champion),
+        challenger=score(experiment, challenger.result),
+        champion=score(experiment, champion.result),
         ratio=gain,
         better=better,
     )
+
+
+def _ratio_of_launches(experiment: Experiment, challenger: Recorded, champion: Recorded) -> Quantity | None:
+    recorded = tracking.last_campaign(experiment)
+    if challenger.run_id not in {each.run_id for each in recorded}:
+        return None
+    decision = search.conclude(experiment, [each.result for each in recorded]).decision
+    if decision is None:
+        return None
+    arms = [configuration_id(arm.spec) for arm in decision.arms]
+    sides = [configuration_id(each.result.spec) for each in (challenger, champion)]
+    if sides[0] == sides[1] or not all(side in arms for side in sides):
+        return None
+    found = decision.ratio(*(arms.index(side) for side in sides))
+    if found is None or found.low is None:
+        return None
+    return Quantity(value=found.value, low=found.low, high=found.high, over="launches")
+
+
+def _with_launch_noise(gain: Quantity | None) -> Quantity | None:
+    """The ratio of one launch of each with an interval that holds what two launches may differ by."""
+    if gain is None or gain.low is None or gain.high is None:
+        return gain
+    of_launches = student_point(math.inf) * math.sqrt(2) * ASSUMED_LAUNCH_SD
+    below, above = (math.hypot(math.log(end / gain.value), of_launches) for end in (gain.low, gain.high))
+    low, high = gain.value * math.exp(-below), gain.value * math.exp(above)
+    return Quantity(value=gain.value, low=low, high=high, n=1, over="launches")

@@ -107,7 +107,7 @@ class Promotion:
         self.forced.extend(objections)
         comparison = None
         if champion is not None and champion.run_id != challenger.run_id:
-            comparison = gate.compare_with_champion(self.experiment, challenger.result, champion.result)
+            comparison = gate.compare_with_champion(self.experiment, challenger, champion)
             self.say(f"{challenger.result.spec.name}: {comparison.sentence()}")
             if not comparison.better and not force:
                 return self._keep_champion(challenger, champion, comparison)

@@ -124,7 +124,7 @@ def test_challengers_that_fail_are_rolled_back(service: Callable[..., Experiment
     record = tmp_path / "starts.jsonl"
     good = stand_in_result(experiment, "good", tokens_per_s=200, record=str(record))
     crashing = stand_in_result(experiment, "crashing", tokens_per_s=400, fail="vllm_cpu_fail_maxlen_over_kv.log")
-    slow = stand_in_result(experiment, "slow", tokens_per_s=200, recorded_tok_s=500, record=str(record))
+    slow = stand_in_result(experiment, "slow", tokens_per_s=201, recorded_tok_s=500, record=str(record))
     wrong = stand_in_result(experiment, "wrong", tokens_per_s=500, faults={"error_object": 2}, record=str(record))
     good_id, crashing_id, slow_id, wrong_id = record_campaign(experiment, good, crashing, slow, wrong)
     first = serving.promote(experiment, run_id=good_id)

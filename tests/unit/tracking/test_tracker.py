@@ -145,7 +145,8 @@ def test_a_new_campaign_is_the_last_and_the_old_one_is_kept(experiment: Experime
         tracker.record(result)
         tracker.end_campaign("FINISHED", [result], result)
     assert [r.result for r in tracking.last_campaign(experiment)] == [new]
-    assert [r.result for r in tracking.last_campaign(experiment, all=True)] == [new, old]
+    # Over several campaigns their passes are not the same.
+    assert [r.result for r in tracking.last_campaign(experiment, all=True)] == [replace(new, pass_number=2), old]
 
 
 def test_a_trial_that_is_open_when_the_campaign_ends_is_killed(experiment: Experiment, tmp_path: Path) -> None:
