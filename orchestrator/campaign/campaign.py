@@ -112,8 +112,9 @@ class Campaign:
     def enqueue(self, specs: Iterable[TrialSpec]) -> None:
         """Queue one launch of each point, but take the result where the folder has it from an earlier driver."""
         for spec in specs:
-            number = 1 + sum(launch.spec.key == spec.key for launch in self.launches)
-            named = replace(spec, name=f"{spec.name}#{number}") if number > 1 else spec
+            earlier = [launch for launch in self.launches if launch.spec.key == spec.key]
+            number = len(earlier) + 1
+            named = replace(spec, name=f"{earlier[0].spec.name}#{number}") if earlier else spec
             launch = Launch(spec=named, launch=number, pass_number=self._pass_number)
             self.launches.append(launch)
             result = self.ledger.read_result(launch.id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from orchestrator import search
 from orchestrator.campaign.budget import TimeBudget
 from orchestrator.campaign.launches import Launch
+from orchestrator.measure.verdict import Level
 from orchestrator.outcome import TrialStatus
 from orchestrator.trial import TrialResult
 from tests.support.builders import WORKLOAD, K
@@ -113,6 +115,24 @@ def test_campaign_ends_with_the_pass_that_decides(tmp_path: Path) -> None:
     # Three of the best again, and the baseline in every pass.
     assert len(started) == 4 + 4
     assert sum(name.startswith("no-spec") for name in started) == 2
+
+
+def test_launch_is_named_after_its_point_where_the_first_one_does_not_count(tmp_path: Path) -> None:
+    """It was named after the first launch that counts: k=4#2#3."""
+
+    def respond(launch: Launch) -> TrialResult:
+        spoilt = launch.spec.name == "k=4"
+        level, codes = (Level.INVALID, ["gpu_shared"]) if spoilt else (Level.VALID, [])
+        rate = 100 + random.Random(launch.spec.name).uniform(-3, 3)
+        return answer(launch, rate, level=level, codes=codes)
+
+    with open_checked(k_sweep(tmp_path, launches=4)) as running:
+        drive(running, respond, most=3)
+        # Somebody started it again all the same.
+        running.enqueue([next(n.spec for n in running.launches if n.spec.name == "k=4")])
+        names = drive(running, respond)
+    assert "k=4#3" in names
+    assert not [name for name in names if name.count("#") > 1]
 
 
 def test_order_of_a_pass_is_random_and_the_same_again(tmp_path: Path) -> None:
