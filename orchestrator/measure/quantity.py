@@ -12,8 +12,10 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-# Of scipy.stats only t and binom would be used, and importing it takes four times as long.
-from scipy.special import bdtrik, stdtrit
+# Of scipy.stats only binom would be used, and importing it takes four times as long.
+from scipy.special import bdtrik
+
+from orchestrator.measure.inference import student_point
 
 Tail = Literal["p50", "p90", "p95", "p99", "max"]
 TAILS: tuple[Tail, ...] = get_args(Tail)
@@ -230,7 +232,7 @@ def _student(values: Sequence[float], centre: float | None = None) -> tuple[floa
 def _mean_interval(values: _Floats, centre: float | None = None) -> tuple[float, float]:
     with np.errstate(all="ignore"):
         middle = float(values.mean()) if centre is None else centre
-        reach = _student_point(len(values) - 1) * float(values.std(ddof=1)) / math.sqrt(len(values))
+        reach = student_point(len(values) - 1) * float(values.std(ddof=1)) / math.sqrt(len(values))
     return middle - reach, middle + reach
 
 
@@ -249,12 +251,8 @@ def _contrast(a: Sequence[float | None], b: Sequence[float | None]) -> tuple[flo
         # Welch and Satterthwaite; without any spread the degrees of freedom do not matter.
         shares = [v * v / (len(side) - 1) for v, side in zip(variances, (left, right), strict=True)]
         freedom = over(sum(variances) * sum(variances), sum(shares)) or 1.0
-        reach = _student_point(freedom) * math.sqrt(sum(variances))
+        reach = student_point(freedom) * math.sqrt(sum(variances))
     return middle - reach, middle + reach, min(len(left), len(right))
-
-
-def _student_point(freedom: float) -> float:
-    return float(stdtrit(freedom, 1 - _OUTSIDE))
 
 
 def _order_statistics(known: Sequence[float], q: float) -> tuple[float | None, float | None]:
